@@ -1,0 +1,39 @@
+"""The ops of DeepSeek Sparse Attention: schemas, references, routing and providers."""
+
+from ._options import options
+from .causal_positions import causal_positions
+from .dense_mha import dense_mha
+from .index_scores import index_scores
+from .index_select import index_select
+from .indices import check_indices, compact, slots
+from .masked_mha import masked_mha
+from .merge_attention import merge_attention
+from .mla_attention import mla_attention
+from .norm import layer_norm, rms_norm
+from .norm_rope import norm_rope, norm_rope_index
+from .providers import use_provider
+from .rope import rope
+from .select_topk import select_topk
+from .sparse_mqa import sparse_mqa
+
+__all__ = [
+    "causal_positions",
+    "check_indices",
+    "compact",
+    "dense_mha",
+    "index_scores",
+    "index_select",
+    "layer_norm",
+    "masked_mha",
+    "merge_attention",
+    "mla_attention",
+    "norm_rope",
+    "norm_rope_index",
+    "options",
+    "rms_norm",
+    "rope",
+    "select_topk",
+    "slots",
+    "sparse_mqa",
+    "use_provider",
+]

@@ -1,0 +1,48 @@
+"""One way to define an op: schema, fake, reference and gradient side by side."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NAMESPACE = "dsafx"
+
+
+def define_op(
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+) -> Any:
+    """Register ``dsafx::<schema>`` and return its default overload.
+
+    ``reference`` runs on every device for which no provider steps forward; ``fake`` gives shapes,
+    dtypes, strides and devices from symbolic inputs and never looks at data (contract C17).
+    Autocast is off inside ``reference``, so that the output dtype follows the schema in eager and
+    compiled code alike (C18).
+    """
+    name = schema.split("(", 1)[0]
+    qualified = f"{NAMESPACE}::{name}"
+    torch.library.define(qualified, schema[len(name) :], tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(qualified, "CompositeExplicitAutograd", _without_autocast(reference))
+    torch.library.register_fake(qualified, fake)
+    if backward is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(body)
+    def run(*args: Any) -> Any:
+        device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+        if not torch.is_autocast_enabled(device):
+            return body(*args)
+        with torch.autocast(device, enabled=False):
+            return body(*args)
+
+    return run

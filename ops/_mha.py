@@ -1,0 +1,128 @@
+"""The reference of attention over expanded keys, in blocks of rows, for dense and masked."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._blocks import key_span, row_blocks
+from ._checks import (
+    require_floating,
+    require_interval,
+    require_rank,
+    require_same_device,
+    require_size,
+)
+from ._softmax import softmax_backward, softmax_lse, wide_dtype
+from .index_scores import visible_keys
+
+
+def check_mha_inputs(q: Tensor, k: Tensor, v: Tensor, ks: Tensor, ke: Tensor) -> None:
+    """q [T, N, P + R], k [S, N, P + R], v [S, N, V], ks and ke [T]; one dtype, one device."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        require_rank(name, tensor, 3)
+        require_floating(name, tensor)
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
+    require_size("k", k, 1, q.shape[1], "the heads of q")
+    require_size("k", k, 2, q.shape[2], "the head dim of q")
+    require_size("v", v, 0, k.shape[0], "the keys of k")
+    require_size("v", v, 1, q.shape[1], "the heads of q")
+    require_interval(ks, ke, q.shape[0])
+    require_same_device(q=q, k=k, v=v, ks=ks, ke=ke)
+
+
+def selected_keys(indices: Tensor, ks: Tensor, ke: Tensor, first: int, last: int) -> Tensor:
+    """[t, last - first] bool: the visible keys that ``indices`` names."""
+    length = last - first
+    column = torch.where(indices >= 0, indices + (ks[:, None] - first), length).long()
+    column = torch.where((column >= 0) & (column < length), column, length)
+    chosen = torch.zeros(
+        (indices.shape[0], length + 1), dtype=torch.bool, device=indices.device
+    ).scatter_(1, column, True)
+    return chosen[:, :length] & visible_keys(ks, ke, first, last)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor | None,
+    ks: Tensor,
+    ke: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """out [T, N, V] and lse [T, N]; ``indices`` restricts each row to some visible keys."""
+    out = q.new_zeros((q.shape[0], q.shape[1], v.shape[2]))
+    lse = q.new_full((q.shape[0], q.shape[1]), float("-inf"), dtype=wide_dtype(q))
+    for block in row_blocks(q.shape[0], _bytes_per_row(q, k)):
+        first, last = key_span(ks[block], ke[block])
+        if first == last:
+            continue
+        visible = _visible(indices, ks, ke, block, first, last)
+        scores = _scores(q[block], k[first:last], scale)
+        probabilities, lse_block = softmax_lse(scores, visible[None])
+        wide_v = v[first:last].to(scores.dtype).transpose(0, 1)
+        out[block] = torch.matmul(probabilities, wide_v).transpose(0, 1).to(q.dtype)
+        lse[block] = lse_block.t()
+    return out, lse
+
+
+def attend_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor | None,
+    ks: Tensor,
+    ke: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; probabilities are computed again, block by block."""
+    wide = wide_dtype(q)
+    grad_q = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    grad_k = k.new_zeros((k.shape[1], k.shape[0], k.shape[2]), dtype=wide)
+    grad_v = v.new_zeros((v.shape[1], v.shape[0], v.shape[2]), dtype=wide)
+    for block in row_blocks(q.shape[0], 3 * _bytes_per_row(q, k)):
+        first, last = key_span(ks[block], ke[block])
+        if first == last:
+            continue
+        visible = _visible(indices, ks, ke, block, first, last)
+        probabilities, _ = softmax_lse(_scores(q[block], k[first:last], scale), visible[None])
+        grad_block = grad_out[block].to(wide).transpose(0, 1)
+        grad_v[:, first:last] += torch.matmul(probabilities.transpose(1, 2), grad_block)
+        wide_v = v[first:last].to(wide).permute(1, 2, 0)
+        grad_scores = softmax_backward(
+            probabilities,
+            torch.matmul(grad_block, wide_v),
+            None if grad_lse is None else grad_lse[block].to(wide).t(),
+        ).mul_(scale)
+        wide_k = k[first:last].to(wide).transpose(0, 1)
+        grad_q[block] = torch.matmul(grad_scores, wide_k).transpose(0, 1).to(q.dtype)
+        wide_q = q[block].to(wide).transpose(0, 1)
+        grad_k[:, first:last] += torch.matmul(grad_scores.transpose(1, 2), wide_q)
+    return grad_q, _rows_first(grad_k, k), _rows_first(grad_v, v)
+
+
+def _rows_first(grad: Tensor, like: Tensor) -> Tensor:
+    return grad.transpose(0, 1).to(like.dtype).contiguous()
+
+
+def _visible(
+    indices: Tensor | None, ks: Tensor, ke: Tensor, block: slice, first: int, last: int
+) -> Tensor:
+    if indices is None:
+        return visible_keys(ks[block], ke[block], first, last)
+    return selected_keys(indices[block], ks[block], ke[block], first, last)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """[N, t, s] in the wide dtype."""
+    wide = wide_dtype(q)
+    return torch.matmul(q.to(wide).transpose(0, 1), k.to(wide).permute(1, 2, 0)).mul_(scale)
+
+
+def _bytes_per_row(q: Tensor, k: Tensor) -> int:
+    """Scores and probabilities of one row over all keys, in the wide dtype, and its masks."""
+    return k.shape[0] * (2 * q.shape[1] * wide_dtype(q).itemsize + 4)

@@ -1,0 +1,47 @@
+"""What every test starts from: a fixed seed, a compile cache of this run, no compiled code."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("dsafx", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("dsafx")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give this run a compile cache of its own and keep it from the network.
+
+    A cache of an earlier run would hide the passes, which do not run on a hit; and a pool of
+    compile processes for each worker costs more than these small graphs need.
+    """
+    cache = tempfile.TemporaryDirectory(prefix="dsafx-tests-")
+    config.add_cleanup(cache.cleanup)
+    patch = pytest.MonkeyPatch()
+    config.add_cleanup(patch.undo)
+    patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache.name)
+    patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    patch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_start() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+@pytest.fixture
+def fresh_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Inductor cache folder for this test alone, so that the passes run."""
+    folder = tmp_path / "inductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    torch._dynamo.reset()
+    return folder
