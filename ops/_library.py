@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 NAMESPACE = "dsafx"
+Body = TypeVar("Body", bound=Callable[..., Any])
 
 
 def define_op(
     schema: str,
     *,
-    reference: Callable[..., Any],
+    reference: Body,
     fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
-) -> Any:
-    """Register ``dsafx::<schema>`` and return its default overload.
+) -> Body:
+    """Register ``dsafx::<schema>`` and return its default overload, called as ``reference`` is.
 
     ``reference`` runs on every device for which no provider steps forward; ``fake`` gives shapes,
     dtypes, strides and devices from symbolic inputs and never looks at data (contract C17).
@@ -33,7 +34,7 @@ def define_op(
     torch.library.register_fake(qualified, fake)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    return cast(Body, getattr(getattr(torch.ops, NAMESPACE), name).default)
 
 
 def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:

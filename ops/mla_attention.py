@@ -195,7 +195,15 @@ def _attend(call: Operands) -> tuple[Tensor, Tensor]:
         raise ValueError(f"indices must be given where the route reads them, got None: {decision}")
     return attend(
         decision.route,
-        *call[: Operands._fields.index("max_kv_len") + 1],
+        call.q_nope,
+        call.q_pe,
+        call.kv_c,
+        call.k_pe,
+        call.kv_b_weight,
+        call.indices,
+        call.ks,
+        call.ke,
+        call.max_kv_len,
         call.scale,
         return_lse=call.return_lse,
         batch_invariant=spec.config.batch_invariant,

@@ -1,0 +1,97 @@
+"""The commands of ``dsafx``; needs the extra ``cli``."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import __version__
+from .ops import routing
+
+app = typer.Typer(
+    help="DeepSeek Sparse Attention for PyTorch: see how a layer is routed, and see it run.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class RoutesTable(StrEnum):
+    """The tables that ``dsafx routes`` prints."""
+
+    TRUTH = "truth"
+    BACKENDS = "backends"
+
+
+class DemoFamily(StrEnum):
+    """The models that ``dsafx demo`` runs."""
+
+    GLM = "glm"
+    DEEPSEEK = "deepseek"
+    BOTH = "both"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dsafx {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options that stand before every command."""
+
+
+@app.command()
+def demo(
+    family: Annotated[DemoFamily, typer.Option(help="Which small model to run.")] = DemoFamily.BOTH,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt.")] = 16,
+    keep: Annotated[
+        Path | None, typer.Option(help="Keep the checkpoints in this folder.", file_okay=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the prompts.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=1, help="Threads torch may use; more gain little at these sizes.")
+    ] = 1,
+) -> None:
+    """Generate with two small DSA models: transformers, dsafx eager and dsafx compiled.
+
+    Writes a GLM-5.2-style and a DeepSeek-V3.2-style checkpoint with random weights, loads them, and
+    generates greedily after a prompt shorter and one longer than index_topk. Prints whether the
+    tokens agree, each layer's route with its reason, what the passes rewrote, time and memory. Ends
+    with status 1 if any token differs.
+    """
+    try:
+        from . import _demo
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").split(".")[0]
+        if missing not in ("rich", "transformers"):
+            raise
+        typer.echo(f"the demo needs {missing}: pip install 'dsafx[cli,transformers]'", err=True)
+        raise typer.Exit(1) from None
+    families = [*_demo.Family] if family is DemoFamily.BOTH else [_demo.Family(family.value)]
+    agreed = _demo.run(families, new_tokens, keep=keep, seed=seed, threads=threads)
+    raise typer.Exit(0 if agreed else 1)
+
+
+@app.command()
+def routes(
+    only: Annotated[RoutesTable | None, typer.Option(help="Print this table alone.")] = None,
+) -> None:
+    """Print which kernel a layer takes for what reason, and the flags of the known backends."""
+    tables = {
+        RoutesTable.TRUTH: routing.truth_table,
+        RoutesTable.BACKENDS: routing.backend_table,
+    }
+    chosen = [only] if only is not None else list(tables)
+    typer.echo("\n\n".join(tables[name]().rstrip() for name in chosen))

@@ -1,0 +1,142 @@
+"""The passes in order, as the one object that Inductor's post-grad hook runs."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from ..ops import _options, providers
+from . import _torch_compat as compat
+from ._edit import copy_of, is_ours, restore
+from ._oracles import following_hints, legality
+from ._print import graph_text
+from ._report import PassContext, PassOptions, PassReport, PipelineReport, collected
+from .close_selection import close_selection_pass
+from .fuse_norm_rope import fuse_norm_rope_pass
+from .lower import lower_pass
+from .resolve_route import resolve_route_pass
+from .verify import Entered, VerificationError, verify_pass
+
+log = logging.getLogger(__name__)
+
+Pass = Callable[[fx.Graph, PassContext], PassReport]
+
+PASSES: tuple[Pass, ...] = (
+    resolve_route_pass,
+    close_selection_pass,
+    fuse_norm_rope_pass,
+    lower_pass,
+    verify_pass,
+)
+
+_FLOORS = ("dsafx", "dsafx.ops", "dsafx.fusion", "dsafx.passes", "dsafx.models")
+
+
+class Pipeline(compat.InferenceAwarePass):
+    """All passes over one post-grad graph.
+
+    | order | pass | does |
+    |---|---|---|
+    | 1 | ``resolve_route`` | routed attention becomes the kernels of its route |
+    | 2 | ``close_selection`` | short rows are not scored; an unread selection goes |
+    | 3 | ``fuse_norm_rope`` | norms and rotations of one layer become one op |
+    | 4 | ``lower`` | what is left of the semantic ops becomes ATen |
+    | 5 | ``verify`` | proves that writes, outputs, selections and routes are as they must be |
+    """
+
+    def __init__(self, options: PassOptions, passes: tuple[Pass, ...] = PASSES) -> None:
+        self.options = options
+        self.passes = passes
+
+    def __call__(self, graph: fx.Graph, is_inference: bool) -> None:  # type: ignore[override]
+        """Rewrite ``graph`` in place; a graph without an op of this package is left at once.
+
+        Raises:
+            VerificationError: the result cannot be verified and ``strict`` is set.
+        """
+        if not any(is_ours(node) for node in graph.nodes):
+            return
+        compat.log_graph(log.debug, "dsafx.before", graph)
+        reports = collected()
+        report = PipelineReport(inference=is_inference)
+        if reports is not None:
+            reports.append(report)
+            report.before = graph_text(graph)
+        saved = copy_of(graph)
+        context = self._context(graph, is_inference)
+        for each in self.passes:
+            report.passes.append(each(graph, context))
+            log.info("%s", report.passes[-1])
+        self._settle(graph, saved, report)
+        if reports is not None:
+            report.after = graph_text(graph)
+        compat.log_graph(log.debug, "dsafx.after", graph)
+
+    def _context(self, graph: fx.Graph, is_inference: bool) -> PassContext:
+        live = self.options.specialize == "auto" and compat.guards_are_live(graph)
+        return PassContext(
+            options=self.options,
+            inference=is_inference,
+            guards_live=live,
+            le=legality(self.options.specialize, live),
+            prefer=following_hints,
+            entered=Entered.of(graph),
+        )
+
+    def _settle(self, graph: fx.Graph, saved: fx.Graph, report: PipelineReport) -> None:
+        """Keep the result, or put the graph back as it came where it cannot be verified."""
+        problems = report.of("verify").declined
+        if not problems:
+            graph.lint()
+            return
+        report.problem = "; ".join(f"{name} {reason}" for name, reason in problems)
+        if self.options.strict:
+            raise VerificationError(report.problem)
+        warnings.warn(
+            "dsafx could not verify its rewrites and compiles the graph as it came: "
+            f"{report.problem}",
+            stacklevel=2,
+        )
+        restore(graph, saved)
+
+    def uuid(self) -> str:
+        """A digest of everything that the compiled result depends on (contract C20)."""
+        dispatched = [(device, providers.dispatch(device)) for device in ("cpu", "cuda")]
+        parts = (
+            source_digest(),
+            torch.__version__,
+            repr(self.options),
+            repr([each.__name__ for each in self.passes]),
+            repr(_options.current()),
+            repr([(device, _described(provider)) for device, provider in dispatched]),
+        )
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _described(provider: providers.Provider) -> dict[str, object]:
+    fields = vars(provider).copy()
+    # The order of a set differs between processes.
+    fields["fused"] = sorted(provider.fused)
+    return fields
+
+
+@lru_cache(maxsize=1)
+def source_digest() -> str:
+    """A digest of the source files of the whole package, read once a process."""
+    digest = hashlib.sha256()
+    for floor in _FLOORS:
+        spec = importlib.util.find_spec(floor)
+        assert spec is not None, f"{floor} is part of this package"
+        for folder in spec.submodule_search_locations or ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                digest.update(f"{floor}/{path.relative_to(folder).as_posix()}\n".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()

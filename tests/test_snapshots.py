@@ -1,0 +1,440 @@
+"""What the pipeline makes of one layer: short, long and undecided prefill, and decode.
+
+A snapshot shows the matrix products, the ops of this package and the cache writes; what Inductor
+fuses around them is left out. ``EXPECTTEST_ACCEPT=1`` writes new snapshots.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from _tiny import TOPK, glm_config
+from _uncompiled import passes_only
+from expecttest import assert_expected_inline
+from torch import Tensor, fx, nn
+
+from dsafx import ops
+from dsafx.models.config import DSAConfig
+from dsafx.models.layer import DSAAttention
+from dsafx.ops.norm import plain_layer_norm, plain_rms_norm
+from dsafx.ops.rope import plain_rope
+from dsafx.passes import collect
+
+CAPACITY = 64
+ONE_LAYER = {"num_hidden_layers": 1, "indexer_types": ["full"]}
+SHOWN = re.compile(r"^(inputs|\w+: (dsafx\.\w+|aten\.(mm|bmm|index_put|copy_)\(|output)|output)")
+
+
+def build(kind: type[DSAAttention] = DSAAttention) -> DSAAttention:
+    torch.manual_seed(0)
+    return kind(DSAConfig.from_transformers(glm_config(**ONE_LAYER))).eval()
+
+
+def inputs(tokens: int, length: int) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+    """Of a step whose ``tokens`` queries are the last of ``length`` tokens in a static cache."""
+    angles = torch.arange(tokens * 4).view(tokens, 4) * 0.1
+    ends = torch.arange(length - tokens + 1, length + 1, dtype=torch.int32)
+    caches = {
+        "kv_c_cache": torch.zeros(CAPACITY, 32),
+        "k_pe_cache": torch.zeros(CAPACITY, 8),
+        "index_k_cache": torch.zeros(CAPACITY, 16),
+        "write_positions": torch.arange(length - tokens, length),
+    }
+    hidden = torch.randn(tokens, 64)
+    rows = (hidden, angles.cos(), angles.sin(), torch.zeros_like(ends), ends)
+    return (*rows, length, tokens), caches
+
+
+def shown(text: str) -> str:
+    """The lines of a graph that a snapshot holds."""
+    return "\n".join(line for line in text.split("\n")[1:] if SHOWN.match(line))
+
+
+def snapshot(tokens: int, length: int, *, dynamic: bool = False, **options: Any) -> tuple[str, str]:
+    """The graph of a layer whose selection nobody else reads, before and after the pipeline."""
+    layer = build()
+    step = torch.compile(
+        lambda args, caches: layer(*args, **caches)[0],
+        backend=passes_only,
+        dynamic=dynamic,
+        fullgraph=True,
+        options=options,
+    )
+    with torch.no_grad(), collect() as reports:
+        step(*inputs(tokens, length))
+    return shown(reports[0].before), "\n".join([shown(reports[0].after), str(reports[0])])
+
+
+def test_a_short_prefill_is_dense_and_selects_nothing():
+    before, after = snapshot(12, 12)
+    assert_expected_inline(
+        before,
+        """\
+mm: aten.mm(arg7_1, permute)
+mm_1: aten.mm(arg7_1, permute_1)
+layer_norm: dsafx.layer_norm(mm_1, arg12_1, arg13_1, 1e-06)
+mm_2: aten.mm(arg7_1, permute_2)
+rms_norm_1: dsafx.rms_norm(mm_2, arg15_1, 1e-06)
+mm_3: aten.mm(rms_norm_1, permute_3)
+mm_5: aten.mm(rms_norm_1, permute_5)
+rope_3: dsafx.rope(getitem_7, arg9_1, arg10_1, 'interleaved_to_half')
+rms_norm: dsafx.rms_norm(getitem, arg8_1, 1e-06)
+index_put_1: aten.index_put(arg0_1, [arg2_1], rms_norm)
+rope: dsafx.rope(getitem_1, arg9_1, arg10_1, 'interleaved_to_half')
+index_put_2: aten.index_put(arg1_1, [arg2_1], rope)
+rope_2: dsafx.rope(getitem_4, arg9_1, arg10_1, 'interleaved_to_half')
+rope_1: dsafx.rope(getitem_2, arg9_1, arg10_1, 'interleaved_to_half')
+index_put: aten.index_put(arg3_1, [arg2_1], cat)
+mm_4: aten.mm(arg7_1, permute_4)
+index_select: dsafx.index_select(cat_1, index_put, mul, arg4_1, arg5_1, 12, 16)
+mla_attention: dsafx.mla_attention(getitem_6, rope_3, index_put_1, index_put_2, arg19_1, index_select, arg4_1, arg5_1, 12, 12, 16, 0.2041241452319315, '...')
+mm_6: aten.mm(view_2, permute_6)
+copy_: aten.copy_(arg0_1, index_put_1)
+copy__1: aten.copy_(arg1_1, index_put_2)
+copy__2: aten.copy_(arg3_1, index_put)
+output: [mm_6]""",
+    )
+    assert_expected_inline(
+        after,
+        """\
+mm: aten.mm(arg7_1, permute)
+mm_1: aten.mm(arg7_1, permute_1)
+mm_2: aten.mm(arg7_1, permute_2)
+mm_5: aten.mm(mul_4, permute_5)
+index_put_1: aten.index_put(arg0_1, [arg2_1], mul_10)
+index_put_2: aten.index_put(arg1_1, [arg2_1], cat_5)
+index_put: aten.index_put(arg3_1, [arg2_1], cat)
+mm_7: aten.mm(index_put_1, permute_7)
+dense_mha: dsafx.dense_mha(cat_2, cat_3, slice_1, arg4_1, arg5_1, 12, 0.2041241452319315, None, False)
+mm_6: aten.mm(view_2, permute_6)
+copy_: aten.copy_(arg0_1, index_put_1)
+copy__1: aten.copy_(arg1_1, index_put_2)
+copy__2: aten.copy_(arg3_1, index_put)
+output: [mm_6]
+resolve_route: 1 rewritten; mla_attention became dense MHA: no row sees more keys than the dense limit, and expanding them costs less
+close_selection: 0 rewritten; index_select removed: nothing reads it
+fuse_norm_rope: 0 rewritten; rope declined: norm_rope_index of the reference provider is not faster than its parts
+lower: 6 rewritten
+verify: 8 proved""",
+    )
+
+
+def test_a_long_prefill_is_scored():
+    _, after = snapshot(40, 40)
+    assert_expected_inline(
+        after,
+        """\
+mm: aten.mm(arg7_1, permute)
+mm_1: aten.mm(arg7_1, permute_1)
+mm_2: aten.mm(arg7_1, permute_2)
+mm_3: aten.mm(mul_4, permute_3)
+mm_5: aten.mm(mul_4, permute_5)
+index_put_1: aten.index_put(arg0_1, [arg2_1], mul_10)
+index_put_2: aten.index_put(arg1_1, [arg2_1], cat_5)
+index_put: aten.index_put(arg3_1, [arg2_1], cat)
+mm_4: aten.mm(arg7_1, permute_4)
+index_select: dsafx.index_select(cat_1, index_put, mul, arg4_1, arg5_1, 40, 16)
+bmm: aten.bmm(permute_7, slice_1)
+sparse_mqa: dsafx.sparse_mqa(cat_2, cat_3, index_select, arg4_1, 0.2041241452319315, 32, False)
+bmm_1: aten.bmm(permute_9, permute_10)
+mm_6: aten.mm(view_2, permute_6)
+copy_: aten.copy_(arg0_1, index_put_1)
+copy__1: aten.copy_(arg1_1, index_put_2)
+copy__2: aten.copy_(arg3_1, index_put)
+output: [mm_6]
+resolve_route: 1 rewritten; mla_attention became top-k MQA: absorbing the query and reading the selected keys costs less
+close_selection: 0 rewritten; index_select declined: rows may see more than K keys
+fuse_norm_rope: 0 rewritten; rope declined: norm_rope_index of the reference provider is not faster than its parts
+lower: 7 rewritten
+verify: 9 proved""",
+    )
+
+
+def test_an_undecided_prefill_stays_one_op_that_decides_when_it_runs():
+    _, after = snapshot(40, 40, dynamic=True, specialize="never")
+    assert_expected_inline(
+        after,
+        """\
+mm: aten.mm(arg8_1, permute)
+mm_1: aten.mm(arg8_1, permute_1)
+mm_2: aten.mm(arg8_1, permute_2)
+mm_3: aten.mm(mul_77, permute_3)
+mm_5: aten.mm(mul_77, permute_5)
+index_put_1: aten.index_put(arg0_1, [arg3_1], mul_83)
+index_put_2: aten.index_put(arg1_1, [arg3_1], cat_3)
+index_put: aten.index_put(arg4_1, [arg3_1], cat)
+mm_4: aten.mm(arg8_1, permute_4)
+index_select: dsafx.index_select(cat_1, index_put, mul_tensor, arg5_1, arg6_1, arg20_1, 16)
+mla_attention: dsafx.mla_attention(getitem_6, cat_2, index_put_1, index_put_2, arg22_1, index_select, arg5_1, arg6_1, arg20_1, arg23_1, 16, 0.2041241452319315, '...')
+mm_6: aten.mm(view_2, permute_6)
+copy_: aten.copy_(arg0_1, index_put_1)
+copy__1: aten.copy_(arg1_1, index_put_2)
+copy__2: aten.copy_(arg4_1, index_put)
+output: [mm_6]
+resolve_route: 0 rewritten; mla_attention declined: decides at run time: whether a row may see more keys than the dense limit is not known yet
+close_selection: 0 rewritten; index_select declined: rows may see more than K keys
+fuse_norm_rope: 0 rewritten; rope declined: norm_rope_index of the reference provider is not faster than its parts
+lower: 7 rewritten
+verify: 9 proved""",
+    )
+
+
+def test_a_decode_step_is_absorbed():
+    _, after = snapshot(1, 40)
+    assert_expected_inline(
+        after,
+        """\
+mm: aten.mm(arg7_1, permute)
+mm_1: aten.mm(arg7_1, permute_1)
+mm_2: aten.mm(arg7_1, permute_2)
+mm_3: aten.mm(mul_4, permute_3)
+mm_5: aten.mm(mul_4, permute_5)
+index_put_1: aten.index_put(arg0_1, [arg2_1], mul_10)
+index_put_2: aten.index_put(arg1_1, [arg2_1], cat_5)
+index_put: aten.index_put(arg3_1, [arg2_1], cat)
+mm_4: aten.mm(arg7_1, permute_4)
+index_select: dsafx.index_select(cat_1, index_put, mul, arg4_1, arg5_1, 40, 16)
+bmm: aten.bmm(permute_7, slice_1)
+sparse_mqa: dsafx.sparse_mqa(cat_2, cat_3, index_select, arg4_1, 0.2041241452319315, 32, False)
+bmm_1: aten.bmm(permute_9, permute_10)
+mm_6: aten.mm(view_2, permute_6)
+copy_: aten.copy_(arg0_1, index_put_1)
+copy__1: aten.copy_(arg1_1, index_put_2)
+copy__2: aten.copy_(arg3_1, index_put)
+output: [mm_6]
+resolve_route: 1 rewritten; mla_attention became top-k MQA: absorbing the query and reading the selected keys costs less
+close_selection: 0 rewritten; index_select declined: rows may see more than K keys
+fuse_norm_rope: 0 rewritten; rope declined: norm_rope_index of the reference provider is not faster than its parts
+lower: 7 rewritten
+verify: 9 proved""",
+    )
+
+
+def test_a_short_prefill_with_fused_norms():
+    _, after = snapshot(12, 12, fuse="always")
+    assert_expected_inline(
+        after,
+        """\
+mm: aten.mm(arg7_1, permute)
+mm_1: aten.mm(arg7_1, permute_1)
+mm_2: aten.mm(arg7_1, permute_2)
+norm_rope_index: dsafx.norm_rope_index(mm_2, arg15_1, getitem, arg8_1, getitem_1, mm_1, arg12_1, arg13_1, arg9_1, arg10_1, 1e-06, 'interleaved_to_half', 1e-06, 'interleaved_to_half')
+mm_5: aten.mm(getitem_12, permute_5)
+index_put_1: aten.index_put(arg0_1, [arg2_1], getitem_13)
+index_put_2: aten.index_put(arg1_1, [arg2_1], getitem_14)
+index_put: aten.index_put(arg3_1, [arg2_1], getitem_15)
+mm_7: aten.mm(index_put_1, permute_7)
+dense_mha: dsafx.dense_mha(cat_2, cat_3, slice_1, arg4_1, arg5_1, 12, 0.2041241452319315, None, False)
+mm_6: aten.mm(view_2, permute_6)
+copy_: aten.copy_(arg0_1, index_put_1)
+copy__1: aten.copy_(arg1_1, index_put_2)
+copy__2: aten.copy_(arg3_1, index_put)
+output: [mm_6]
+resolve_route: 1 rewritten; mla_attention became dense MHA: no row sees more keys than the dense limit, and expanding them costs less
+close_selection: 0 rewritten; index_select removed: nothing reads it
+fuse_norm_rope: 1 rewritten; rope became part of norm_rope_index
+lower: 1 rewritten
+verify: 8 proved""",
+    )
+
+
+def test_a_long_prefill_with_fused_norms():
+    _, after = snapshot(40, 40, fuse="always")
+    assert_expected_inline(
+        after,
+        """\
+mm: aten.mm(arg7_1, permute)
+mm_1: aten.mm(arg7_1, permute_1)
+mm_2: aten.mm(arg7_1, permute_2)
+norm_rope_index: dsafx.norm_rope_index(mm_2, arg15_1, getitem, arg8_1, getitem_1, mm_1, arg12_1, arg13_1, arg9_1, arg10_1, 1e-06, 'interleaved_to_half', 1e-06, 'interleaved_to_half')
+mm_3: aten.mm(getitem_12, permute_3)
+mm_5: aten.mm(getitem_12, permute_5)
+index_put_1: aten.index_put(arg0_1, [arg2_1], getitem_13)
+index_put_2: aten.index_put(arg1_1, [arg2_1], getitem_14)
+index_put: aten.index_put(arg3_1, [arg2_1], getitem_15)
+mm_4: aten.mm(arg7_1, permute_4)
+index_select: dsafx.index_select(cat_1, index_put, mul, arg4_1, arg5_1, 40, 16)
+bmm: aten.bmm(permute_7, slice_1)
+sparse_mqa: dsafx.sparse_mqa(cat_2, cat_3, index_select, arg4_1, 0.2041241452319315, 32, False)
+bmm_1: aten.bmm(permute_9, permute_10)
+mm_6: aten.mm(view_2, permute_6)
+copy_: aten.copy_(arg0_1, index_put_1)
+copy__1: aten.copy_(arg1_1, index_put_2)
+copy__2: aten.copy_(arg3_1, index_put)
+output: [mm_6]
+resolve_route: 1 rewritten; mla_attention became top-k MQA: absorbing the query and reading the selected keys costs less
+close_selection: 0 rewritten; index_select declined: rows may see more than K keys
+fuse_norm_rope: 1 rewritten; rope became part of norm_rope_index
+lower: 2 rewritten
+verify: 9 proved""",
+    )
+
+
+def test_an_undecided_prefill_with_fused_norms():
+    _, after = snapshot(40, 40, dynamic=True, specialize="never", fuse="always")
+    assert_expected_inline(
+        after,
+        """\
+mm: aten.mm(arg8_1, permute)
+mm_1: aten.mm(arg8_1, permute_1)
+mm_2: aten.mm(arg8_1, permute_2)
+norm_rope_index: dsafx.norm_rope_index(mm_2, arg16_1, getitem, arg9_1, getitem_1, mm_1, arg13_1, arg14_1, arg10_1, arg11_1, 1e-06, 'interleaved_to_half', 1e-06, 'interleaved_to_half')
+mm_3: aten.mm(getitem_10, permute_3)
+mm_5: aten.mm(getitem_10, permute_5)
+index_put_1: aten.index_put(arg0_1, [arg3_1], getitem_11)
+index_put_2: aten.index_put(arg1_1, [arg3_1], getitem_12)
+index_put: aten.index_put(arg4_1, [arg3_1], getitem_13)
+mm_4: aten.mm(arg8_1, permute_4)
+index_select: dsafx.index_select(cat_1, index_put, mul_tensor, arg5_1, arg6_1, arg20_1, 16)
+mla_attention: dsafx.mla_attention(getitem_6, cat_2, index_put_1, index_put_2, arg22_1, index_select, arg5_1, arg6_1, arg20_1, arg23_1, 16, 0.2041241452319315, '...')
+mm_6: aten.mm(view_2, permute_6)
+copy_: aten.copy_(arg0_1, index_put_1)
+copy__1: aten.copy_(arg1_1, index_put_2)
+copy__2: aten.copy_(arg4_1, index_put)
+output: [mm_6]
+resolve_route: 0 rewritten; mla_attention declined: decides at run time: whether a row may see more keys than the dense limit is not known yet
+close_selection: 0 rewritten; index_select declined: rows may see more than K keys
+fuse_norm_rope: 1 rewritten; rope became part of norm_rope_index
+lower: 2 rewritten
+verify: 9 proved""",
+    )
+
+
+def test_a_decode_step_with_fused_norms():
+    _, after = snapshot(1, 40, fuse="always")
+    assert_expected_inline(
+        after,
+        """\
+mm: aten.mm(arg7_1, permute)
+mm_1: aten.mm(arg7_1, permute_1)
+mm_2: aten.mm(arg7_1, permute_2)
+norm_rope_index: dsafx.norm_rope_index(mm_2, arg15_1, getitem, arg8_1, getitem_1, mm_1, arg12_1, arg13_1, arg9_1, arg10_1, 1e-06, 'interleaved_to_half', 1e-06, 'interleaved_to_half')
+mm_3: aten.mm(getitem_12, permute_3)
+mm_5: aten.mm(getitem_12, permute_5)
+index_put_1: aten.index_put(arg0_1, [arg2_1], getitem_13)
+index_put_2: aten.index_put(arg1_1, [arg2_1], getitem_14)
+index_put: aten.index_put(arg3_1, [arg2_1], getitem_15)
+mm_4: aten.mm(arg7_1, permute_4)
+index_select: dsafx.index_select(cat_1, index_put, mul, arg4_1, arg5_1, 40, 16)
+bmm: aten.bmm(permute_7, slice_1)
+sparse_mqa: dsafx.sparse_mqa(cat_2, cat_3, index_select, arg4_1, 0.2041241452319315, 32, False)
+bmm_1: aten.bmm(permute_9, permute_10)
+mm_6: aten.mm(view_2, permute_6)
+copy_: aten.copy_(arg0_1, index_put_1)
+copy__1: aten.copy_(arg1_1, index_put_2)
+copy__2: aten.copy_(arg3_1, index_put)
+output: [mm_6]
+resolve_route: 1 rewritten; mla_attention became top-k MQA: absorbing the query and reading the selected keys costs less
+close_selection: 0 rewritten; index_select declined: rows may see more than K keys
+fuse_norm_rope: 1 rewritten; rope became part of norm_rope_index
+lower: 2 rewritten
+verify: 9 proved""",
+    )
+
+
+class ShortPrefillByHand(DSAAttention):
+    """What somebody would write for prompts of at most K tokens: no selection, dense attention."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        ks: Tensor,
+        ke: Tensor,
+        max_kv_len: int,
+        max_query_len: int,
+        *,
+        kv_c_cache: Tensor,
+        k_pe_cache: Tensor,
+        index_k_cache: Tensor,
+        write_positions: Tensor,
+    ) -> Tensor:
+        heads, nope, rope, v = 4, 16, 8, 24
+        latent, k_pe = self.kv_a_proj_with_mqa(hidden).split([32, rope], dim=-1)
+        kv_c = plain_rms_norm(latent, self.kv_a_layernorm.weight, 1e-6)
+        k_pe = plain_rope(k_pe, cos, sin, "interleaved_to_half")
+        norm = self.indexer.k_norm
+        index_k = plain_layer_norm(self.indexer.wk(hidden), norm.weight, norm.bias, 1e-6)
+        turned, passed = index_k.split([rope, 8], dim=-1)
+        turned = plain_rope(turned, cos, sin, "interleaved_to_half")
+        index_k_cache.index_copy_(0, write_positions, torch.cat((turned, passed), dim=-1))
+        kv_c = kv_c_cache.index_copy_(0, write_positions, kv_c)
+        k_pe = k_pe_cache.index_copy_(0, write_positions, k_pe)
+        q_c = plain_rms_norm(self.q_a_proj(hidden), self.q_a_layernorm.weight, 1e-6)
+        q = self.q_b_proj(q_c).view(hidden.shape[0], heads, -1)
+        q_nope, q_pe = q.split([nope, rope], dim=-1)
+        q_pe = plain_rope(q_pe, cos, sin, "interleaved_to_half")
+        kv = torch.mm(kv_c, self.kv_b_proj.weight.t()).view(CAPACITY, heads, nope + v)
+        k = torch.cat([kv[..., :nope], k_pe[:, None].expand(-1, heads, -1)], dim=-1)
+        out, _ = ops.dense_mha(
+            torch.cat([q_nope, q_pe], dim=-1),
+            k,
+            kv[..., nope:],
+            ks,
+            ke,
+            max_kv_len,
+            self.config.softmax_scale,
+            return_lse=False,
+        )
+        return self.o_proj(out.flatten(1))
+
+
+def canonical(graph: fx.Graph) -> list[str]:
+    """Each output and write as an expression, which no order and no name of nodes can change.
+
+    Inputs are told apart by dtype, shape, and their order among those that are alike.
+    """
+    terms: dict[fx.Node, str] = {}
+    alike: dict[str, int] = {}
+
+    results = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            kind = f"{value.dtype}{list(value.shape)}"
+            alike[kind] = alike.get(kind, -1) + 1
+            terms[node] = f"{kind}.{alike[kind]}"
+        elif node.op == "output":
+            results += [terms[each] for each in node.all_input_nodes]
+        else:
+            arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: _Term(terms[n]))
+            terms[node] = f"{node.target}{arguments}"
+            if node.is_impure() or node.target is torch.ops.aten.copy_.default:
+                results.append(terms[node])
+    return sorted(results)
+
+
+class _Term(str):
+    __repr__ = str.__str__
+
+
+def compiled_graph(layer: nn.Module, take_first: bool) -> list[str]:
+    graphs: list[list[str]] = []
+
+    def record(graph: fx.Graph) -> None:
+        graphs.append(canonical(graph))
+
+    def step(args, caches):
+        result = layer(*args, **caches)
+        return result[0] if take_first else result
+
+    compiled = torch.compile(
+        step,
+        backend=passes_only,
+        fullgraph=True,
+        dynamic=False,
+        options={"post_grad_custom_post_pass": record},
+    )
+    with torch.no_grad():
+        compiled(*inputs(12, 12))
+    return graphs[0]
+
+
+def test_the_short_prefill_graph_is_that_of_a_layer_written_by_hand():
+    assert TOPK > 12
+    by_hand = compiled_graph(build(ShortPrefillByHand), take_first=False)
+    assert compiled_graph(build(), take_first=True) == by_hand
+    assert any("dsafx.dense_mha" in term for term in by_hand)
