@@ -2,8 +2,8 @@
 
 Each token carries a key and a value, and some ask for one key. A distractor carries an asked key
 with another value, and full attention would follow it. The indexer scores distractors lowest, and
-exactly ``TOPK`` of the tokens that a longer row sees are none, so that such a row answers right only
-from the exact selection.
+exactly ``TOPK`` of the tokens that a longer row sees are none, so that such a row answers right
+only from the exact selection.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def set_weights(layer: DSAAttention) -> None:
 
 @dataclass
 class Prompt:
-    """Hidden states of ``length + DECODE_STEPS`` tokens, and the value that each question asks for."""
+    """Hidden states of ``length + DECODE_STEPS`` tokens, and the values that are asked for."""
 
     hidden: Tensor
     answers: list[int]
@@ -91,9 +91,9 @@ def make_prompt(length: int, seed: int) -> Prompt:
     """A prompt whose last token asks for a key at a position >= TOPK, where it is that long.
 
     A row of n > TOPK keys sees n - TOPK distractors. Those of a prompt that is longer are in it,
-    and each decode token is one for its own question. Those of a prompt that is not lie in it early,
-    each for a question that is asked past TOPK: a key write that the short prefill dropped lets
-    them in.
+    and each decode token is one for its own question. Those of a prompt that is not lie in it
+    early, each for a question that is asked past TOPK: a key write that the short prefill dropped
+    lets them in.
     """
     generator = torch.Generator().manual_seed(seed)
 
