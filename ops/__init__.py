@@ -14,6 +14,7 @@ from .norm_rope import norm_rope, norm_rope_index
 from .providers import use_provider
 from .rope import rope
 from .select_topk import select_topk
+from .sparse_mla import sparse_mla
 from .sparse_mqa import sparse_mqa
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "rope",
     "select_topk",
     "slots",
+    "sparse_mla",
     "sparse_mqa",
     "use_provider",
 ]

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import routing
 from .dense_mha import dense_mha
 from .masked_mha import masked_mha
-from .sparse_mqa import sparse_mqa
+from .sparse_mla import sparse_mla
 
 
 def attend(
@@ -43,15 +43,8 @@ def attend(
         assert indices is not None
         by_head = weight.view(heads, width, kv_c.shape[1])
         absorbed = torch.bmm(q_nope.transpose(0, 1), by_head[:, :nope]).transpose(0, 1)
-        latent, lse = sparse_mqa(
-            torch.cat([absorbed, q_pe], dim=-1),
-            torch.cat([kv_c, k_pe], dim=-1),
-            indices,
-            ks,
-            scale,
-            kv_c.shape[1],
-            return_lse,
-            batch_invariant,
+        latent, lse = sparse_mla(
+            absorbed, q_pe, kv_c, k_pe, indices, ks, scale, return_lse, batch_invariant
         )
         out = torch.bmm(latent.transpose(0, 1), by_head[:, nope:].transpose(1, 2))
         return out.transpose(0, 1).contiguous(), lse

@@ -8,6 +8,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from . import providers
+
 NAMESPACE = "dsafx"
 Body = TypeVar("Body", bound=Callable[..., Any])
 
@@ -30,17 +32,18 @@ def define_op(
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, schema[len(name) :], tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, "CompositeExplicitAutograd", _without_autocast(reference))
+    torch.library.impl(qualified, "CompositeExplicitAutograd", _dispatched(name, reference))
     torch.library.register_fake(qualified, fake)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context)
     return cast(Body, getattr(getattr(torch.ops, NAMESPACE), name).default)
 
 
-def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(body)
+def _dispatched(name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reference)
     def run(*args: Any) -> Any:
         device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+        body = providers.kernel(name, device, args) or reference
         if not torch.is_autocast_enabled(device):
             return body(*args)
         with torch.autocast(device, enabled=False):

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 from . import _options, routing
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One provider's body of one op.
+
+    run: takes the arguments of the op's schema in order, trailing defaults possibly left out.
+    supports: takes the same; None where ``run`` serves this call, else the reason why not.
+    """
+
+    run: Callable[..., Any]
+    supports: Callable[..., str | None]
 
 
 @dataclass(frozen=True)
@@ -19,6 +34,8 @@ class Provider:
     fused: fused kernel ops (``norm_rope`` and its kin) that are faster here than their parts.
     sorted_ids, lowest_tie, fp32_scores: what it promises of a selection (contract C8, C10).
     graph_safe: whether a call reads no device value, so that it can be captured.
+    module: where its ``KERNELS`` lie, by op name; imported with the first call. None: every op's
+        own reference.
     """
 
     name: str
@@ -29,6 +46,7 @@ class Provider:
     lowest_tie: bool
     fp32_scores: bool
     graph_safe: bool
+    module: str | None = None
 
     def supports(self, device_type: str) -> str | None:
         """None where it runs on ``device_type``, else the reason why not."""
@@ -69,6 +87,37 @@ def dispatch(device_type: str) -> Provider:
             return provider
         reasons.append(reason)
     raise NotImplementedError("; ".join(reasons))
+
+
+def kernel(op: str, device_type: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """The body that ``op`` runs with on ``device_type``; None stands for its reference.
+
+    A provider that does not support the call is passed over, unless ``use_provider`` names it.
+
+    Raises:
+        NotImplementedError: the provider that ``use_provider`` names has the op, and refuses the
+            call.
+    """
+    wanted = _options.current().provider
+    for provider in PROVIDERS:
+        if provider.module is None or (wanted or provider.name) != provider.name:
+            continue
+        found = None if provider.supports(device_type) else kernels_of(provider.module).get(op)
+        if found is None:
+            continue
+        reason = found.supports(*args)
+        if reason is None:
+            return found.run
+        if wanted is not None:
+            raise NotImplementedError(f"{op} of the provider {wanted}: {reason}")
+    return None
+
+
+@cache
+def kernels_of(module: str) -> Mapping[str, Kernel]:
+    """The kernels of a provider by op name."""
+    kernels: Mapping[str, Kernel] = importlib.import_module(module, __package__).KERNELS
+    return kernels
 
 
 def kernel_capabilities(device_type: str) -> routing.KernelCapabilities:

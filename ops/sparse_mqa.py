@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._blocks import checks_values, row_blocks
 from ._checks import (
     require_dtype,
     require_floating,
@@ -16,7 +15,8 @@ from ._checks import (
     require_size,
 )
 from ._library import define_op
-from ._softmax import softmax_backward, softmax_lse, wide_dtype
+from ._softmax import wide_dtype
+from ._sparse import attend_rows, attend_rows_backward
 from .masked_mha import check_selection
 
 
@@ -70,31 +70,6 @@ def sparse_mqa(
     return _op(q, kv, indices, ks, scale, v_dim, return_lse, batch_invariant)
 
 
-def _check_positions(indices: Tensor, ks: Tensor, rows: int) -> None:
-    if indices.numel() == 0 or not checks_values(indices):
-        return
-    row = torch.where(indices >= 0, indices + ks[:, None], 0)
-    if bool((indices < -1).any()) or bool((row < 0).any()) or bool((row >= rows).any()):
-        raise ValueError(
-            f"indices must be -1 or name one of the {rows} packed rows, got positions from "
-            f"{int(indices.min())} to {int(indices.max())}"
-        )
-
-
-def _gather(kv: Tensor, indices: Tensor, ks: Tensor) -> tuple[Tensor, Tensor]:
-    """Selected rows [t, K, L + R] and which lanes hold a key; -1 is no address (C8)."""
-    valid = indices >= 0
-    row = torch.where(valid, indices + ks[:, None], 0).clamp_(0, max(kv.shape[0] - 1, 0))
-    return kv[row.long()].to(wide_dtype(kv)), valid
-
-
-def _blocks(q: Tensor, indices: Tensor, batch_invariant: bool) -> Any:
-    wide = wide_dtype(q).itemsize
-    per_row = indices.shape[1] * wide * (2 * q.shape[2] + 2 * q.shape[1])
-    # One row a block is a fixed tile: what is computed for a row then depends on that row alone.
-    return row_blocks(q.shape[0], 1 << 62 if batch_invariant else per_row)
-
-
 def _reference(
     q: Tensor,
     kv: Tensor,
@@ -105,15 +80,7 @@ def _reference(
     return_lse: bool = True,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _check_positions(indices, ks, kv.shape[0])
-    out = q.new_zeros((q.shape[0], q.shape[1], v_dim))
-    lse = q.new_full(q.shape[:2], float("-inf"), dtype=wide_dtype(q))
-    if kv.shape[0] and indices.shape[1]:
-        for block in _blocks(q, indices, batch_invariant):
-            rows, valid = _gather(kv, indices[block], ks[block])
-            scores = torch.matmul(q[block].to(rows.dtype), rows.transpose(1, 2)).mul_(scale)
-            probabilities, lse[block] = softmax_lse(scores, valid[:, None])
-            out[block] = torch.matmul(probabilities, rows[..., :v_dim]).to(q.dtype)
+    out, lse = attend_rows(q, (kv,), indices, ks, scale, v_dim, batch_invariant)
     return out, lse if return_lse else lse.new_empty(0)
 
 
@@ -142,29 +109,7 @@ def _backward_reference(
     scale: float,
     v_dim: int,
 ) -> tuple[Tensor, Tensor]:
-    wide = wide_dtype(q)
-    grad_q = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    grad_kv = kv.new_zeros(kv.shape, dtype=wide)
-    if kv.shape[0] == 0 or indices.shape[1] == 0:
-        return grad_q, grad_kv.to(kv.dtype)
-    for block in _blocks(q, indices, batch_invariant=False):
-        rows, valid = _gather(kv, indices[block], ks[block])
-        wide_q = q[block].to(wide)
-        scores = torch.matmul(wide_q, rows.transpose(1, 2)).mul_(scale)
-        probabilities, _ = softmax_lse(scores, valid[:, None])
-        grad_block = grad_out[block].to(wide)
-        grad_scores = softmax_backward(
-            probabilities,
-            torch.matmul(grad_block, rows[..., :v_dim].transpose(1, 2)),
-            None if grad_lse is None else grad_lse[block].to(wide),
-        ).mul_(scale)
-        grad_q[block] = torch.matmul(grad_scores, rows).to(q.dtype)
-        grad_rows = torch.matmul(grad_scores.transpose(1, 2), wide_q)
-        grad_rows[..., :v_dim] += torch.matmul(probabilities.transpose(1, 2), grad_block)
-        lanes = valid.nonzero(as_tuple=True)
-        target = (indices[block] + ks[block, None])[lanes].long()
-        grad_kv.index_add_(0, target, grad_rows[lanes])
-    return grad_q, grad_kv.to(kv.dtype)
+    return attend_rows_backward(grad_out, grad_lse, q, (kv,), indices, ks, scale, v_dim)
 
 
 def _backward_fake(

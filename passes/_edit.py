@@ -1,9 +1,8 @@
 """The few verbs with which passes edit graphs.
 
 Invariant of every verb: a new node has ``meta["val"]`` from its op's fake, the provenance of the
-    node that it
-stands for, and its own ``eager_input_vals``; it never inherits another node's metadata wholesale,
-which makes lowering read strides of operands that are not there.
+node that it stands for, and its own ``eager_input_vals``; it never inherits another node's metadata
+wholesale, which makes lowering read strides of operands that are not there.
 """
 
 from __future__ import annotations

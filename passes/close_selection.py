@@ -15,10 +15,9 @@ def close_selection_pass(graph: fx.Graph, context: PassContext) -> PassReport:
     """Rewrite ``index_select`` to ``causal_positions`` where no row sees more than K keys.
 
     Invariant: the selection's value is unchanged (contract, closed form of a short row), so its
-        consumers need
-    no thought. A selection without a consumer disappears from inference graphs. What becomes dead
-    by either, the indexer's query projection included, goes with it; the index-key cache write is a
-    mutation and stays.
+    consumers need no thought. A selection without a consumer disappears from inference graphs. What
+    becomes dead by either, the indexer's query projection included, goes with it; the index-key
+    cache write is a mutation and stays.
     """
     report = PassReport("close_selection")
     for node in filter(selects, list(graph.nodes)):

@@ -44,11 +44,10 @@ def fuse_norm_rope_pass(graph: fx.Graph, context: PassContext) -> PassReport:
     """Rewrite ``rms_norm``, ``rms_norm`` and ``rope`` of one layer, and its index key, to one op.
 
     Invariant: the parts are those of one layer, which shows in the graph: all are projections of
-        the same hidden
-    states, the rotated dims come from the projection that also gives a normed latent, and all
-    rotations share their angles. Where several choices fit, nothing is fused. The fused op stands
-    where the first part stood and its operands move above it, which is right only while nothing in
-    between writes; so a write there declines.
+    the same hidden states, the rotated dims come from the projection that also gives a normed
+    latent, and all rotations share their angles. Where several choices fit, nothing is fused. The
+    fused op stands where the first part stood and its operands move above it, which is right only
+    while nothing in between writes; so a write there declines.
     """
     report = PassReport("fuse_norm_rope")
     for rope in calls(graph, torch.ops.dsafx.rope.default):

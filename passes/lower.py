@@ -18,9 +18,8 @@ def lower_pass(graph: fx.Graph, context: PassContext) -> PassReport:
     """Inline ``rms_norm``, ``layer_norm`` and ``rope``.
 
     Invariant: what is inlined is the plain PyTorch that the op's reference runs, traced in
-        Inductor's own
-    decompositions, so that the value is the op's and the code is what Inductor would have made of
-    it. Attention that decides at run time, selections and kernels stay ops.
+    Inductor's own decompositions, so that the value is the op's and the code is what Inductor would
+    have made of it. Attention that decides at run time, selections and kernels stay ops.
     """
     report = PassReport("lower")
     bodies = _bodies()

@@ -20,11 +20,10 @@ def resolve_route_pass(graph: fx.Graph, context: PassContext) -> PassReport:
     """Rewrite ``mla_attention`` to dense, masked or sparse attention where ``decide()`` answers.
 
     Invariant: the pass asks exactly the question that the op's body asks when it runs, with
-        symbolic facts and
-    an oracle that may not know. Every answer is legal, so the value is unchanged; without an answer
-    the op stays and decides at run time. A dense route rests on short rows: it carries its bound
-    where the length is an input of the graph, and is not taken where the length was burnt in as a
-    constant.
+    symbolic facts and an oracle that may not know. Every answer is legal, so the value is
+    unchanged; without an answer the op stays and decides at run time. A dense route rests on short
+    rows: it carries its bound where the length is an input of the graph, and is not taken where the
+    length was burnt in as a constant.
     """
     report = PassReport("resolve_route")
     for node in calls(graph, torch.ops.dsafx.mla_attention.default):

@@ -66,10 +66,10 @@ def verify_pass(graph: fx.Graph, context: PassContext) -> PassReport:
     """Check the final graph; whatever cannot be proved is declined with the reason.
 
     Invariants, against the graph as it entered: every index operand is a selection, a closed form
-        or an int32
-    graph input that nothing writes; every write and every output is still there and reads what it
-    read, unless that very node was rewritten; each routed op is there, or exactly one kernel in its
-    place; and no op of this package reads a cache's old value behind the write of the new one.
+    or an int32 graph input that nothing writes; every write and every output is still there and
+    reads what it read, unless that very node was rewritten; each routed op is there, or exactly one
+    kernel in its place; and no op of this package reads a cache's old value behind the write of the
+    new one.
     """
     report = PassReport("verify", verb="proved")
     if context.entered is None:
@@ -254,7 +254,7 @@ def _alike(was: Any, now: Any) -> bool:
 
 def _check_routes(report: PassReport, graph: fx.Graph, entered: Entered) -> None:
     ops = torch.ops.dsafx
-    kernels = (ops.dense_mha.default, ops.masked_mha.default, ops.sparse_mqa.default)
+    kernels = (ops.dense_mha.default, ops.masked_mha.default, ops.sparse_mla.default)
     standing = [node.name for node in calls(graph, ops.mla_attention.default)]
     lowered = [node.meta.get(ORIGIN) for node in calls(graph, *kernels)]
     for name in entered.routed:

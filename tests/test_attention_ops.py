@@ -66,9 +66,13 @@ def test_masked_and_sparse_attention_read_the_selected_keys_alone(topk):
     expected, expected_lse = attend_by_hand(
         absorbed, kv[:, None].expand(-1, N, -1), kv_c[:, None].expand(-1, N, -1), keys, SCALE
     )
-    out, lse = ops.sparse_mqa(absorbed, kv, indices, ks, SCALE, L)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+    parts = (absorbed[..., :L], absorbed[..., L:], kv_c, k_pe)
+    for out, lse in (
+        ops.sparse_mqa(absorbed, kv, indices, ks, SCALE, L),
+        ops.sparse_mla(*parts, indices, ks, SCALE),
+    ):
+        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
 
 
 def test_a_row_without_a_key_gives_zero_and_minus_infinity():

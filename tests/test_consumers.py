@@ -83,7 +83,7 @@ def compiled_ops(run: Any, *args: Any) -> set[str]:
     """The ops of this package that are left in the inference graph of ``run``."""
     with torch.no_grad(), collect() as reports:
         torch.compile(run, backend=passes_only, fullgraph=True, dynamic=False)(*args)
-    names = ("index_select", "causal_positions", "dense_mha", "sparse_mqa", "mla_attention")
+    names = ("index_select", "causal_positions", "dense_mha", "sparse_mla", "mla_attention")
     return {name for name in names if f"dsafx.{name}(" in reports[0].after}
 
 
@@ -94,7 +94,7 @@ def test_a_compiled_group_makes_the_closed_form_once_for_the_layer_that_reads_it
         indices = leader(*step)[1]
         return shared(*step, indices=indices)[0]
 
-    assert compiled_ops(both, step) == {"causal_positions", "sparse_mqa"}
+    assert compiled_ops(both, step) == {"causal_positions", "sparse_mla"}
 
 
 def test_a_compiled_group_without_a_reader_makes_no_selection():

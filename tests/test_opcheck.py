@@ -65,6 +65,10 @@ def operands(op: str, tokens: int, layout: str, dtype: torch.dtype):
             (random(tokens, HEADS, LATENT + ROPE), kv, indices, ks, SCALE, LATENT),
             (random(tokens, HEADS, LATENT + ROPE), kv, indices, ks, SCALE, LATENT, False, True),
         ],
+        "sparse_mla": [
+            (random(tokens, HEADS, LATENT), *mla[1:4], indices, ks, SCALE),
+            (random(tokens, HEADS, LATENT), *mla[1:4], indices, ks, SCALE, False, True),
+        ],
         "mla_attention": [
             (*mla, indices, *routed, TOPK, SCALE, spec("masked" if tokens else "auto")),
             (*mla, indices, *routed, TOPK, SCALE, spec("sparse"), True, True, False, None, True),
@@ -81,6 +85,7 @@ OPS = [
     "dense_mha",
     "masked_mha",
     "sparse_mqa",
+    "sparse_mla",
     "mla_attention",
 ]
 
@@ -100,7 +105,9 @@ def test_one_symbolic_graph_serves_every_length(op):
     one_graph_for_lengths(getattr(ops, op), make_args, (5, 9, 6))
 
 
-@pytest.mark.parametrize("op", ["dense_mha", "masked_mha", "sparse_mqa", "mla_attention"])
+@pytest.mark.parametrize(
+    "op", ["dense_mha", "masked_mha", "sparse_mqa", "sparse_mla", "mla_attention"]
+)
 def test_compiled_gradients_are_those_of_eager(op):
     for args in operands(op, 5, "contiguous", torch.float32):
 

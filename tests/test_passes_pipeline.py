@@ -51,7 +51,7 @@ def test_an_undecided_layer_keeps_its_routed_op_and_its_selection():
 def test_a_layer_that_declares_nothing_reads_a_closed_selection_when_short():
     graph = trace_layer(9, spec=spec_of(dense=False, masked=False))
     run_pipeline(graph)
-    assert op_names(graph) == ["causal_positions", "sparse_mqa"]
+    assert op_names(graph) == ["causal_positions", "sparse_mla"]
 
 
 def test_the_short_graph_is_that_of_a_layer_written_with_the_final_ops():

@@ -93,11 +93,10 @@ permute: aten.permute(arg0_1, [1, 0, 2])
 slice_1: aten.slice(view, 1, 0, 8)
 bmm: aten.bmm(permute, slice_1)
 permute_1: aten.permute(bmm, [1, 0, 2])
-cat: aten.cat([permute_1, arg1_1], -1)
-cat_1: aten.cat([arg2_1, arg3_1], -1)
-sparse_mqa: dsafx.sparse_mqa(cat, cat_1, arg5_1, arg6_1, 0.28867513459481287, 32, False)
-getitem_2: getitem(sparse_mqa, 0)
-getitem_3: getitem(sparse_mqa, 1)
+sparse_mla: dsafx.sparse_mla(permute_1, arg1_1, arg2_1, arg3_1, arg5_1, arg6_1,
+    0.28867513459481287, False)
+getitem_2: getitem(sparse_mla, 0)
+getitem_3: getitem(sparse_mla, 1)
 permute_2: aten.permute(getitem_2, [1, 0, 2])
 slice_2: aten.slice(view, 1, 8, end)
 permute_3: aten.permute(slice_2, [0, 2, 1])
@@ -118,9 +117,9 @@ def test_a_forced_masked_mode_becomes_masked_attention():
     [
         (9, 9, "auto", "dense_mha"),
         (40, 40, "masked", "masked_mha"),
-        (40, 40, "sparse", "sparse_mqa"),
-        (1, 40, "auto", "sparse_mqa"),
-        (9, 9, "sparse", "sparse_mqa"),
+        (40, 40, "sparse", "sparse_mla"),
+        (1, 40, "auto", "sparse_mla"),
+        (9, 9, "sparse", "sparse_mla"),
     ],
 )
 def test_the_kernels_of_a_route_compute_what_the_routed_op_computes(
@@ -136,7 +135,7 @@ def test_the_kernels_of_a_route_compute_what_the_routed_op_computes(
 
 def test_a_layer_that_declares_no_dense_attention_keeps_its_selection_at_any_length():
     graph, report = resolved(9, 9, spec_of(dense=False, masked=False))
-    assert op_names(graph) == ["sparse_mqa"]
+    assert op_names(graph) == ["sparse_mla"]
     assert str(report) == (
         "resolve_route: 1 rewritten; mla_attention became top-k MQA: "
         "the layer's own class declares no dense MHA"
@@ -163,7 +162,7 @@ def test_a_guarded_length_is_dense_and_carries_its_premise():
 
 def test_a_layer_without_dense_attention_costs_no_guard():
     graph, _ = resolved(9, 9, spec_of(dense=False, masked=False), symbolic=True, guards=True)
-    (kernel,) = [node for node in graph.nodes if "sparse_mqa" in str(node.target)]
+    (kernel,) = [node for node in graph.nodes if "sparse_mla" in str(node.target)]
     assert not [g for g in kernel.meta["val"][0].fake_mode.shape_env.guards if "<= 16" in str(g)]
 
 
@@ -221,7 +220,7 @@ def test_a_captured_step_is_decided_by_its_bound_alone():
     graph, _ = resolved(9, 9, spec_of(**dense), symbolic=True, captured=True, capture_bound=16)
     assert op_names(graph) == ["dense_mha"]
     graph, _ = resolved(9, 9, spec_of(), symbolic=True, captured=True)
-    assert op_names(graph) == ["sparse_mqa"]
+    assert op_names(graph) == ["sparse_mla"]
 
 
 def test_new_nodes_carry_values_and_provenance_of_their_own():

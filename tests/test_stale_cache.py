@@ -57,7 +57,7 @@ with torch.no_grad(), collect() as reports:
         args = inputs(tokens)
         results = list(zip(compiled(*args), step(*args)))
         equal += [bool(torch.allclose(a, b, atol=1e-5)) for a, b in results]
-kernels = ("dense_mha", "masked_mha", "sparse_mqa")
+kernels = ("dense_mha", "masked_mha", "sparse_mla")
 print(json.dumps({
     "hits": counters["inductor"]["fxgraph_cache_hit"],
     "misses": counters["inductor"]["fxgraph_cache_miss"],
@@ -147,7 +147,7 @@ def test_a_graph_is_reused_only_where_nothing_that_made_it_has_changed(tmp_path:
         assert changed["right"], what
     # The last run has all changes: the doubled norm and the other kernel are in the compiled code.
     assert changed["norm"] == pytest.approx(4 * first["norm"], rel=1e-3)
-    assert changed["kernels"] == ["sparse_mqa"]
+    assert changed["kernels"] == ["sparse_mla"]
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_a_second_process_finds_both_variants_in_the_cache_and_is_right_in_any_o
     tree = Tree(tmp_path)
     cold = tree.run(3, 9, 4)
     assert (cold["hits"], cold["misses"], cold["right"]) == (0, 2, True)
-    assert cold["kernels"] == ["dense_mha", "sparse_mqa"]
+    assert cold["kernels"] == ["dense_mha", "sparse_mla"]
     warm = tree.run(3, 9, 4)
     assert (warm["hits"], warm["misses"], warm["right"]) == (2, 0, True)
     # No pass has run, and the graphs' premises are still checked.
