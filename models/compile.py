@@ -16,7 +16,9 @@ def compile(model: _Model, **kwargs: Any) -> _Model:
 
     ``generate`` then compiles nothing by itself: its own choice of what and how to compile would
     trace into this one and take another backend. After ``disable`` the model is still compiled, as
-    the model that it was before.
+    the model that it was before. Dynamo counts the recompiles of all transformers models in a
+    process together, since they share their outermost function; past its limit
+    (``torch._dynamo.config.recompile_limit``) a call runs eager, with the same result.
 
     Args:
         model: what ``enable`` accepts; one that is enabled already keeps its mode.
