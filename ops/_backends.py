@@ -34,6 +34,12 @@ _BACKENDS = (
         "plain PyTorch, the meaning of each op",
     ),
     Backend(
+        "dsafx cpu",
+        "CPU",
+        KernelCapabilities(dense_mha=True, masked_mha=True, returns_lse=True),
+        "the same contract in blocks that fit the caches of a CPU",
+    ),
+    Backend(
         "FlashInfer sparse MLA",
         "SM90",
         _DENSE,
@@ -92,5 +98,5 @@ _BACKENDS = (
 
 
 def known_backends() -> tuple[Backend, ...]:
-    """All rows, this package's own provider first."""
+    """All rows, this package's own providers first."""
     return _BACKENDS

@@ -62,7 +62,7 @@ def attend(
         visible = _visible(indices, ks, ke, block, first, last)
         scores = _scores(q[block], k[first:last], scale)
         probabilities, lse_block = softmax_lse(scores, visible[None])
-        wide_v = v[first:last].to(scores.dtype).transpose(0, 1)
+        wide_v = _read(v, first, last, visible).transpose(0, 1)
         out[block] = torch.matmul(probabilities, wide_v).transpose(0, 1).to(q.dtype)
         lse[block] = lse_block.t()
     return out, lse
@@ -92,13 +92,13 @@ def attend_backward(
         probabilities, _ = softmax_lse(_scores(q[block], k[first:last], scale), visible[None])
         grad_block = grad_out[block].to(wide).transpose(0, 1)
         grad_v[:, first:last] += torch.matmul(probabilities.transpose(1, 2), grad_block)
-        wide_v = v[first:last].to(wide).permute(1, 2, 0)
+        wide_v = _read(v, first, last, visible).permute(1, 2, 0)
         grad_scores = softmax_backward(
             probabilities,
             torch.matmul(grad_block, wide_v),
             None if grad_lse is None else grad_lse[block].to(wide).t(),
         ).mul_(scale)
-        wide_k = k[first:last].to(wide).transpose(0, 1)
+        wide_k = _read(k, first, last, visible).transpose(0, 1)
         grad_q[block] = torch.matmul(grad_scores, wide_k).transpose(0, 1).to(q.dtype)
         wide_q = q[block].to(wide).transpose(0, 1)
         grad_k[:, first:last] += torch.matmul(grad_scores.transpose(1, 2), wide_q)
@@ -115,6 +115,15 @@ def _visible(
     if indices is None:
         return visible_keys(ks[block], ke[block], first, last)
     return selected_keys(indices[block], ks[block], ke[block], first, last)
+
+
+def _read(rows: Tensor, first: int, last: int, visible: Tensor) -> Tensor:
+    """Rows ``first .. last`` in the wide dtype, 0 where nobody reads one.
+
+    Memory between requests or behind a row's end may hold anything, and 0 * NaN is NaN.
+    """
+    unread = ~visible.any(dim=0)[:, None, None]
+    return rows[first:last].to(wide_dtype(rows)).masked_fill(unread, 0)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:

@@ -15,8 +15,9 @@ def check_positions(indices: Tensor, ks: Tensor, rows: int) -> None:
     """Raise ``ValueError`` where a position is neither -1 nor one of the packed rows."""
     if indices.numel() == 0 or not checks_values(indices):
         return
-    row = torch.where(indices >= 0, indices + ks[:, None], 0)
-    if bool((indices < -1).any()) or bool((row < 0).any()) or bool((row >= rows).any()):
+    row = indices + ks[:, None]
+    wrong = (indices < -1) | ((indices >= 0) & ((row < 0) | (row >= rows)))
+    if bool(wrong.any()):
         raise ValueError(
             f"indices must be -1 or name one of the {rows} packed rows, got positions from "
             f"{int(indices.min())} to {int(indices.max())}"
@@ -83,10 +84,11 @@ def attend_rows_backward(
 
 
 def _gather(parts: tuple[Tensor, ...], indices: Tensor, ks: Tensor) -> tuple[Tensor, Tensor]:
-    """Selected rows [t, K, width] and which lanes hold a key; -1 is no address (C8)."""
+    """Selected rows [t, K, width], 0 where a lane holds no key, and which lanes hold one (C8)."""
     valid = indices >= 0
     row = torch.where(valid, indices + ks[:, None], 0).clamp_(0, parts[0].shape[0] - 1).long()
-    rows = [part[row].to(wide_dtype(part)) for part in parts]
+    # An empty lane may not read what lies in row 0: 0 * NaN would reach the output.
+    rows = [part[row].to(wide_dtype(part)).masked_fill_(~valid[..., None], 0) for part in parts]
     return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1), valid
 
 

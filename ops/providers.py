@@ -68,7 +68,20 @@ REFERENCE = Provider(
     graph_safe=False,
 )
 
-PROVIDERS: tuple[Provider, ...] = (REFERENCE,)
+CPU = Provider(
+    name="cpu",
+    devices=("cpu",),
+    kernels=routing.KernelCapabilities(dense_mha=True, masked_mha=True, returns_lse=True),
+    # Inductor fuses norms and rotations into one loop here; an opaque op would stop it.
+    fused=frozenset(),
+    sorted_ids=True,
+    lowest_tie=True,
+    fp32_scores=True,
+    graph_safe=False,
+    module=".cpu",
+)
+
+PROVIDERS: tuple[Provider, ...] = (CPU, REFERENCE)
 
 
 def dispatch(device_type: str) -> Provider:

@@ -11,6 +11,16 @@ SCALE = (P + R) ** -0.5
 EVERYTHING = routing.LayerCapabilities(dense_mha=True, masked_mha=True)
 
 
+@pytest.fixture(autouse=True, params=["reference", "dispatched"])
+def _provider(request):
+    """Every test twice: on the meaning of the ops, and on what runs on this device."""
+    if request.param == "dispatched":
+        yield
+    else:
+        with ops.use_provider("reference"):
+            yield
+
+
 def spec(layer=EVERYTHING, **config) -> str:
     return routing.encode_spec(layer, routing.RouteConfig(**config))
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from _inside import Inside
 from _reference import (
     causal_intervals,
     int32,
@@ -9,12 +10,22 @@ from _reference import (
     scores_by_hand,
     select_by_hand,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsafx import ops
 
 INF = float("inf")
 NAN = float("nan")
+WORK = {"aten::mm", "aten::bmm", "aten::topk", "aten::sort"}
+
+
+@pytest.fixture(autouse=True, params=["reference", "dispatched"])
+def _provider(request):
+    """Every test twice: on the meaning of the ops, and on what runs on this device."""
+    if request.param == "dispatched":
+        yield
+    else:
+        with ops.use_provider("reference"):
+            yield
 
 
 def indexer(tokens: int, keys: int, heads: int = 8, dim: int = 16, dtype=torch.float32):
@@ -22,23 +33,6 @@ def indexer(tokens: int, keys: int, heads: int = 8, dim: int = 16, dtype=torch.f
     q = torch.randn(tokens, heads, dim).to(dtype)
     k = torch.randn(keys, dim).to(dtype)
     return q, k, torch.randn(tokens, heads) * heads**-0.5 * dim**-0.5
-
-
-class Largest(TorchDispatchMode):
-    """Records the element count of the largest tensor that any call made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-        self.called: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.called.add(str(func))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes())
-        return result
 
 
 def test_an_empty_row_selects_nothing():
@@ -123,17 +117,24 @@ def test_no_tensor_grows_beyond_the_workspace():
     ks, ke = causal_intervals([512])
     q, k, weights = indexer(512, 512)
     budget = 1 << 20
-    with ops.options(workspace_bytes=budget), Largest() as largest:
+    with ops.options(workspace_bytes=budget), Inside() as seen:
         ops.index_select(q, k, weights, ks, ke, 512, 8)
-    assert largest.elements <= budget
+    with ops.use_provider("reference"), Inside() as whole:
+        ops.index_scores(q, k, weights, ks, ke)
+    assert seen.bytes <= budget
+    # What the budget keeps away: all dots of all heads.
+    assert whole.bytes >= 512 * 512 * 8 * 4
 
 
 def test_short_rows_are_never_scored():
     ks, ke = causal_intervals([16])
     q, k, weights = indexer(16, 16)
-    with Largest() as seen:
+    with Inside() as seen:
         chosen = ops.index_select(q * NAN, k, weights, ks, ke, 16, 16)
-    assert not any("mm" in name or "topk" in name or "sort" in name for name in seen.called)
+    with Inside() as scoring:
+        ops.index_select(q, k, weights, ks, ke, 16, 15)
+    assert not WORK & seen.names
+    assert WORK & scoring.names
     assert torch.equal(chosen, ops.causal_positions(ks, ke, 16, 16))
 
 

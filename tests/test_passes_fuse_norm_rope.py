@@ -113,7 +113,7 @@ def test_the_reference_kernel_is_not_taken_unless_asked_for():
     report = fuse_norm_rope_pass(graph, static_context())
     assert str(report) == (
         "fuse_norm_rope: 0 rewritten; rope declined: "
-        "norm_rope of the reference provider is not faster than its parts"
+        "norm_rope of the cpu provider is not faster than its parts"
     )
     never = static_context(options=PassOptions(fuse="never"))
     assert fuse_norm_rope_pass(graph, never).declined == [("rope", 'fuse="never"')]

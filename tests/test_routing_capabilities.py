@@ -141,10 +141,10 @@ def test_an_mqa_only_subclass_of_a_dense_layer_is_sparse_at_every_length(length:
     assert route(layer, SparseBase.dsa_kernels, length) is Route.SPARSE_MQA
 
 
-def test_the_row_of_this_package_is_what_its_provider_declares():
-    row = routing.known_backends()[0]
-    assert row.name == "dsafx reference"
-    assert row.kernels == providers.REFERENCE.kernels
+def test_the_rows_of_this_package_are_what_its_providers_declare():
+    rows = {row.name: row.kernels for row in routing.known_backends()}
+    for provider in providers.PROVIDERS:
+        assert rows[f"dsafx {provider.name}"] == provider.kernels
 
 
 def test_a_spec_is_one_readable_line():

@@ -115,7 +115,7 @@ copy__2: aten.copy_(arg3_1, index_put)
 output: [mm_6]
 resolve_route: 1 rewritten; mla_attention became dense MHA: no row sees more keys than the dense limit, and expanding them costs less
 close_selection: 0 rewritten; index_select removed: nothing reads it
-fuse_norm_rope: 0 rewritten; rope declined: norm_rope_index of the reference provider is not faster than its parts
+fuse_norm_rope: 0 rewritten; rope declined: norm_rope_index of the cpu provider is not faster than its parts
 lower: 6 rewritten
 verify: 8 proved""",
     )
@@ -146,7 +146,7 @@ copy__2: aten.copy_(arg3_1, index_put)
 output: [mm_6]
 resolve_route: 1 rewritten; mla_attention became top-k MQA: absorbing the query and reading the selected keys costs less
 close_selection: 0 rewritten; index_select declined: rows may see more than K keys
-fuse_norm_rope: 0 rewritten; rope declined: norm_rope_index of the reference provider is not faster than its parts
+fuse_norm_rope: 0 rewritten; rope declined: norm_rope_index of the cpu provider is not faster than its parts
 lower: 7 rewritten
 verify: 9 proved""",
     )
@@ -175,7 +175,7 @@ copy__2: aten.copy_(arg4_1, index_put)
 output: [mm_6]
 resolve_route: 0 rewritten; mla_attention declined: decides at run time: whether a row may see more keys than the dense limit is not known yet
 close_selection: 0 rewritten; index_select declined: rows may see more than K keys
-fuse_norm_rope: 0 rewritten; rope declined: norm_rope_index of the reference provider is not faster than its parts
+fuse_norm_rope: 0 rewritten; rope declined: norm_rope_index of the cpu provider is not faster than its parts
 lower: 7 rewritten
 verify: 9 proved""",
     )
@@ -206,7 +206,7 @@ copy__2: aten.copy_(arg3_1, index_put)
 output: [mm_6]
 resolve_route: 1 rewritten; mla_attention became top-k MQA: absorbing the query and reading the selected keys costs less
 close_selection: 0 rewritten; index_select declined: rows may see more than K keys
-fuse_norm_rope: 0 rewritten; rope declined: norm_rope_index of the reference provider is not faster than its parts
+fuse_norm_rope: 0 rewritten; rope declined: norm_rope_index of the cpu provider is not faster than its parts
 lower: 7 rewritten
 verify: 9 proved""",
     )

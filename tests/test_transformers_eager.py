@@ -8,9 +8,9 @@ from typing import Any
 import _tiny
 import pytest
 import torch
+from _inside import Inside
 from _tiny import FAMILIES, TOPK, left_padding, prompt
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from dsafx import disable, enable, enabling, ops, routing
@@ -18,7 +18,6 @@ from dsafx.models import record_decisions
 
 PADS = (0, 5)
 TOLERANCE = 1e-4
-CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -246,28 +245,10 @@ def test_a_short_prefill_asks_for_no_score_and_shared_layers_get_the_closed_form
     first = records[0]
     assert (first.layer_idx, first.provider, first.tokens, first.max_kv_len) == (
         0,
-        "reference",
+        "cpu",
         2 * TOPK,
         TOPK,
     )
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the number of elements of the largest tensor that any op makes, ours looked into."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "dsafx":
-            with self:
-                return func.redispatch(CPU_KEYS, *args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(value, Tensor):
-                self.elements = max(self.elements, value.numel())
-        return out
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -282,7 +263,7 @@ def test_a_decode_step_never_expands_the_cached_latents(family: str):
         cache = DynamicCache(config=config)
         with torch.no_grad():
             model(prompt(1, length - 1), cache=cache)
-            with LargestTensor() as seen:
+            with Inside() as seen:
                 model.model(prompt(1, length)[:, -1:], cache=cache)
         largest[mode] = seen.elements
     assert largest["off"] >= expanded

@@ -1,0 +1,189 @@
+"""The two model families at their real dimensions, as single attention layers of transformers."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DeepseekV32Config,
+    DeepseekV32Model,
+    DynamicCache,
+    GlmMoeDsaConfig,
+    GlmMoeDsaModel,
+    PreTrainedModel,
+)
+from transformers.masking_utils import create_causal_mask
+
+import dsafx
+
+
+class Family(StrEnum):
+    """A model family, by the name the command line takes."""
+
+    GLM = "glm"
+    DEEPSEEK = "deepseek"
+
+    @property
+    def label(self) -> str:
+        """How a reader knows the family."""
+        return {Family.GLM: "GLM-5.2", Family.DEEPSEEK: "DeepSeek-V3.2"}[self]
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Dimensions of one attention layer, under the names that transformers gives them."""
+
+    hidden_size: int
+    num_attention_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of an expanded query or key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale."""
+        return float(self.qk_head_dim**-0.5)
+
+    @property
+    def index_scale(self) -> float:
+        """What is folded into the index weights."""
+        return float(self.index_n_heads**-0.5 * self.index_head_dim**-0.5)
+
+
+REAL = {
+    Family.GLM: Dims(6144, 64, 2048, 512, 192, 64, 256, 32, 128, 2048),
+    Family.DEEPSEEK: Dims(7168, 128, 1536, 512, 128, 64, 128, 64, 128, 2048),
+}
+TINY = {
+    Family.GLM: Dims(64, 4, 48, 32, 24, 8, 32, 8, 16, 32),
+    Family.DEEPSEEK: Dims(64, 8, 32, 32, 16, 8, 16, 8, 16, 32),
+}
+
+
+class Layer:
+    """One attention layer twice on the same weights: as transformers runs it, and enabled."""
+
+    def __init__(self, family: Family, dims: Dims, dtype: torch.dtype) -> None:
+        self.dims = dims
+        self.dtype = dtype
+        self.plain = _one_layer(family, dims, dtype)
+        shared = {id(parameter): parameter for parameter in self.plain.parameters()}
+        self.enabled = dsafx.enable(copy.deepcopy(self.plain, shared))
+
+    def step(self, model: PreTrainedModel, cache: GrownCache, hidden: Tensor) -> Step:
+        """One forward of the attention of ``model`` for the tokens at the end of ``cache``.
+
+        Mask and angles are made here, once, as the model makes them once for all its layers.
+        """
+        rows, keys = hidden.shape[1], cache.keys
+        positions = torch.arange(keys - rows, keys)[None]
+        mask = create_causal_mask(
+            config=model.config,
+            inputs_embeds=hidden,
+            attention_mask=None,
+            cache=cache.as_dynamic(model.config, keys - rows),
+            position_ids=positions,
+            allow_is_causal_skip=False,
+        )
+        return Step(attention_of(model), hidden, angles(model, hidden, positions), mask, cache)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an attention module is called with; calling this calls it."""
+
+    attention: nn.Module
+    hidden: Tensor
+    angles: tuple[Tensor, Tensor]
+    mask: Tensor
+    cache: GrownCache
+
+    def __call__(self) -> Tensor:
+        """[1, rows, hidden], the output of the layer."""
+        out: Tensor = self.attention(self.hidden, self.angles, self.mask, cache=self.cache)[0]
+        return out
+
+
+class GrownCache:
+    """A cache in which the step's own places already exist: an update writes there and copies none.
+
+    So the growth of a dynamic cache, a copy of all it holds, is measured apart from the step.
+    """
+
+    def __init__(self, dims: Dims, keys: int, dtype: torch.dtype) -> None:
+        self.keys = keys
+        self.latents = torch.randn(1, 1, keys, dims.kv_lora_rank).to(dtype)
+        self.rotated = torch.randn(1, 1, keys, dims.qk_rope_head_dim).to(dtype)
+        self.index_keys = torch.randn(1, keys, dims.index_head_dim).to(dtype)
+
+    def update(
+        self, latents: Tensor, rotated: Tensor, layer_idx: int, kwargs: object = None
+    ) -> tuple[Tensor, Tensor]:
+        """Write the newest rows, and give all of them."""
+        rows = latents.shape[2]
+        self.latents[:, :, -rows:] = latents
+        self.rotated[:, :, -rows:] = rotated
+        return self.latents, self.rotated
+
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
+        """Write the newest index keys, and give all of them."""
+        self.index_keys[:, -keys.shape[1] :] = keys
+        return self.index_keys
+
+    def as_dynamic(self, config: Any, cached: int) -> DynamicCache:
+        """A cache of transformers that holds the first ``cached`` tokens."""
+        cache = DynamicCache(config=config)
+        if cached:
+            cache.update(self.latents[:, :, :cached], self.rotated[:, :, :cached], 0)
+            cache.update_indexer(self.index_keys[:, :cached], 0)
+        return cache
+
+
+def attention_of(model: PreTrainedModel) -> Any:
+    """The attention module of a model of one layer."""
+    return cast(Any, model.base_model).layers[0].self_attn
+
+
+def angles(model: PreTrainedModel, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [1, T, R] of ``positions`` [1, T], in the dtype of ``like``."""
+    made: tuple[Tensor, Tensor] = cast(Any, model.base_model).rotary_emb(
+        like, position_ids=positions
+    )
+    return made
+
+
+def _one_layer(family: Family, dims: Dims, dtype: torch.dtype) -> PreTrainedModel:
+    sizes: dict[str, Any] = asdict(dims) | {
+        "num_key_value_heads": dims.num_attention_heads,
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 1,
+        "head_dim": dims.qk_rope_head_dim,
+        "vocab_size": 16,
+        "intermediate_size": 16,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    model: PreTrainedModel
+    if family is Family.GLM:
+        model = GlmMoeDsaModel(GlmMoeDsaConfig(**sizes, indexer_types=["full"]))
+    else:
+        model = DeepseekV32Model(DeepseekV32Config(**sizes))
+    cast(nn.Module, model).to(dtype).eval().requires_grad_(False)
+    # Loading a checkpoint in a narrower dtype leaves this projection wide.
+    attention_of(model).indexer.weights_proj.float()
+    return model
