@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._blocks import check_interval_values
 from ._checks import (
     require_dtype,
     require_interval,
@@ -35,7 +36,8 @@ def select_topk(
         [T, topk] int32 positions relative to ``ks``, ascending, then -1.
 
     Raises:
-        ValueError: ``topk < 1``, or shapes or devices that do not fit together.
+        ValueError: ``topk < 1``, shapes or devices that do not fit together, or an interval beyond
+            the scores.
         TypeError: a dtype outside of those above.
     """
     require_positive("topk", topk)
@@ -78,6 +80,7 @@ def _ordered(scores: Tensor) -> Tensor:
 def _reference(
     scores: Tensor, ks: Tensor, ke: Tensor, topk: int, mask: Tensor | None = None
 ) -> Tensor:
+    check_interval_values(ks, ke, scores.shape[1])
     visible = visible_keys(ks, ke, 0, scores.shape[1], mask)
     found = highest(scores, visible, topk)
     return torch.where(found >= 0, found - ks[:, None], -1)

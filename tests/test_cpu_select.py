@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import struct
 from collections.abc import Iterator
 
 import pytest
 import torch
+from _inside import Inside
 from _reference import causal_intervals, int32, scores_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsafx import ops
 
@@ -57,26 +57,28 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-class Workspace(TorchDispatchMode):
-    """Records which ops ran, and the most bytes that their results held at one time."""
+class Workspace(Inside):
+    """Also the most bytes that results held at one time, without the tensors ``given``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *given: Tensor | None) -> None:
         super().__init__()
         self.most = 0
-        self.called: set[str] = set()
+        self._given = {StorageWeakRef(x.untyped_storage()) for x in given if x is not None}
         self._live: dict[StorageWeakRef, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.called.add(str(func))
-        known = {id(arg) for arg in itertools.chain(args, (kwargs or {}).values())}
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in known:
-                storage = tensor.untyped_storage()
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
                 self._live[StorageWeakRef(storage)] = storage.nbytes()
-        self._live = {ref: size for ref, size in self._live.items() if not ref.expired()}
+        self._live = {
+            ref: size
+            for ref, size in self._live.items()
+            if ref not in self._given and not ref.expired()
+        }
         self.most = max(self.most, sum(self._live.values()))
-        return result
+        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -220,6 +222,17 @@ def test_a_row_of_ties_gives_its_lowest_positions_among_rows_without_ties():
     assert chosen[2].tolist() == sorted(best + second[: 50 - len(best)])
 
 
+def test_signed_zeros_are_equal_and_nan_beats_what_is_hidden():
+    scores = torch.tensor([[-0.0, 0.0, -0.0, 0.0, 1.0, -1.0]])
+    assert by_provider("cpu", ops.select_topk, scores, int32(0), int32(6), 3).tolist() == [
+        [0, 1, 4]
+    ]
+    scores = torch.tensor([[5.0, NEGATIVE_NAN, -INF, NAN, 1.0, NAN]])
+    mask = torch.tensor([[False, True, True, True, True, True]])
+    selected = by_provider("cpu", ops.select_topk, scores, int32(0), int32(6), 3, mask)
+    assert selected.tolist() == [[1, 2, 4]]
+
+
 def test_a_key_of_another_request_never_matters_and_a_visible_nan_ranks_last():
     ks, ke = causal_intervals([40, 40])
     q, k, weights = whole_numbers(80, 80)
@@ -244,20 +257,26 @@ def test_short_rows_call_no_product_and_no_sort():
     ks, ke = causal_intervals([64])
     q, k, weights = gaussian(64, 64)
     for max_kv_len in (64, 65):
-        with Workspace() as seen:
+        with Inside() as seen:
             chosen = by_provider("cpu", ops.index_select, q, k, weights, ks, ke, max_kv_len, 64)
-        assert not any(part in name for name in seen.called for part in ("mm", "topk", "sort"))
+        assert not {"aten::mm", "aten::bmm", "aten::topk", "aten::sort"} & seen.names
         assert torch.equal(chosen, ops.causal_positions(ks, ke, 64, 64))
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("budget", [1 << 20, 4 << 20])
-def test_all_memory_beyond_the_result_stays_within_the_workspace(budget, masked):
-    ks, ke = causal_intervals([1024])
-    q, k, weights = gaussian(1024, 1024, 32, 32)
-    mask = torch.rand(1024, 1024) < 0.9 if masked else None
-    with ops.options(workspace_bytes=budget), Workspace() as seen:
-        chosen = by_provider("cpu", ops.index_select, q, k, weights, ks, ke, 1024, 64, mask)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", [2 << 20, 8 << 20])
+def test_all_memory_beyond_the_result_stays_within_the_workspace(
+    budget, dtype, batch_invariant, masked
+):
+    ks, ke = causal_intervals([1536])
+    q, k, weights = gaussian(1536, 1536, 32, 64, dtype)
+    mask = torch.rand(1536, 1536) < 0.9 if masked else None
+    args = q, k, weights, ks, ke, 1536, 256, mask, batch_invariant
+    with ops.options(workspace_bytes=budget), Workspace(q, k, weights, ks, ke, mask) as seen:
+        chosen = by_provider("cpu", ops.index_select, *args)
+    assert {"aten::mm", "aten::topk"} < seen.names
     assert seen.most - chosen.untyped_storage().nbytes() <= budget
 
 
@@ -278,7 +297,7 @@ def test_a_batch_invariant_row_selects_alike_alone_and_anywhere_in_any_batch(hea
     k = torch.randn(1, dim) + 1e-6 * torch.randn(1300, dim)
     start, length, topk = 37, 1200, 500
 
-    def select(batch: list[int], at: int) -> torch.Tensor:
+    def select(batch: list[int], at: int) -> Tensor:
         ks, ke = torch.full((len(batch),), start), torch.full((len(batch),), start + length)
         ke[:at], ke[at + 1 :] = ke[:at] - 600, ke[at + 1 :] + 60
         args = q[batch], k, weights[batch], ks.int(), ke.int(), length + 60, topk, None, True

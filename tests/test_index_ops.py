@@ -208,5 +208,7 @@ def test_bad_index_operands_name_the_argument():
         ops.index_select(q, k.to("meta"), weights, ks, ke, 3, 2)
     with pytest.raises(ValueError, match=r"within the 5 packed keys, got \[0, 6\)"):
         ops.index_select(q, k, weights, ks, ke + 3, 6, 2)
+    with pytest.raises(ValueError, match=r"within the 4 packed keys, got \[0, 5\)"):
+        ops.select_topk(torch.zeros(1, 4), int32(0), int32(5), 2)
     with pytest.raises(ValueError, match=r"max_kv_len must bound .* got 2 for a row of 3"):
         ops.index_select(q, k, weights, ks, ke, 2, 2)
