@@ -3,7 +3,7 @@
     python benchmarks/ops.py --family glm --only index_select --json result.json --plot result.png
 
 Prints ratios only; how they are measured is written in ``_measure.py``. Needs
-``pip install 'dsafx[cli,transformers]'``, and matplotlib for ``--plot``.
+``pip install 'dsafx[bench]'``.
 """
 
 from __future__ import annotations
