@@ -59,11 +59,6 @@ class Dims:
         """Softmax scale."""
         return float(self.qk_head_dim**-0.5)
 
-    @property
-    def index_scale(self) -> float:
-        """What is folded into the index weights."""
-        return float(self.index_n_heads**-0.5 * self.index_head_dim**-0.5)
-
 
 REAL = {
     Family.GLM: Dims(6144, 64, 2048, 512, 192, 64, 256, 32, 128, 2048),

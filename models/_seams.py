@@ -10,8 +10,9 @@ from transformers.cache_utils import Cache
 
 from .. import ops
 from ..ops import routing
+from ._index_rope import rotate_index
 from ._intervals import is_interval, packed_mask, packed_rows
-from ._selection import LayerRouting, Step, plan, select
+from ._selection import LayerRouting, Step, note, plan, select
 from .config import DSAConfig
 
 
@@ -106,16 +107,9 @@ def indexer_forward(
     batch, rows = hidden_states.shape[:2]
     cos, sin = (_packed_angles(part, batch, config) for part in position_embeddings)
 
-    def rotate(x: Tensor) -> Tensor:
-        rotated, passed = torch.split(
-            x, [config.qk_rope_head_dim, config.index_head_dim - config.qk_rope_head_dim], dim=-1
-        )
-        turned = ops.rope(rotated, cos, sin, config.index_rope_style)
-        return torch.cat((turned, passed), dim=-1)
-
     key = indexer.wk(hidden_states).flatten(0, 1)
     key = ops.layer_norm(key, indexer.k_norm.weight, indexer.k_norm.bias, config.index_norm_eps)
-    keys = rotate(key).view(batch, rows, config.index_head_dim)
+    keys = rotate_index(key, cos, sin, config).view(batch, rows, config.index_head_dim)
     if cache is not None:
         keys = cache.update_indexer(keys, indexer.layer_idx)
     key_len = keys.shape[1]
@@ -127,7 +121,7 @@ def indexer_forward(
         )
         weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype))
         return ops.index_select(
-            rotate(query).to(keys.dtype),
+            rotate_index(query, cos, sin, config).to(keys.dtype),
             keys.reshape(batch * key_len, config.index_head_dim),
             weights.flatten(0, 1).float() * config.index_weight_scale,
             ks,
@@ -189,8 +183,7 @@ def attend(
     ks, ke = packed_rows(mask, batch, rows, key_len)
     masked = not is_interval(mask)
     if config.schedule[layer.layer_idx] == "shared":
-        # Only to be on record: what a shared layer reads was decided by its leader.
-        plan(layer, Step(ks, ke, key_len, rows, masked), config.is_followed(layer.layer_idx))
+        note(layer, Step(ks, ke, key_len, rows, masked), config.is_followed(layer.layer_idx))
     packed = query.transpose(1, 2).reshape(batch * rows, heads, width)
     q_nope, q_pe = torch.split(packed, [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
     out, _ = ops.mla_attention(

@@ -104,6 +104,15 @@ def plan(layer: LayerRouting, step: Step, other_consumers: bool) -> routing.Deci
     return decision
 
 
+def note(layer: LayerRouting, step: Step, other_consumers: bool) -> None:
+    """Put what ``decide`` answers for ``step`` on record, where somebody records eager calls.
+
+    For a layer that has nothing to plan, since its selection was its leader's to decide.
+    """
+    if not torch.compiler.is_compiling() and recording():
+        layer.record(step, layer.decide(step, other_consumers))
+
+
 def select(
     layer: LayerRouting,
     step: Step,

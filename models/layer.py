@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops import routing
+from ._index_rope import rotate_index
 from ._selection import LayerRouting, Step, plan, select
 from .config import DSAConfig
 
@@ -193,7 +194,7 @@ class DSAAttention(nn.Module):
         key = ops.layer_norm(
             indexer.wk(hidden_states), norm.weight, norm.bias, self.config.index_norm_eps
         )
-        return self._rotate(key, cos, sin)
+        return rotate_index(key, cos, sin, self.config)
 
     def _scoring(
         self,
@@ -214,7 +215,7 @@ class DSAAttention(nn.Module):
                 hidden_states.float(), indexer.weights_proj.weight.float()
             )
             return ops.index_select(
-                self._rotate(query, cos, sin),
+                rotate_index(query, cos, sin, config),
                 index_k,
                 weights * config.index_weight_scale,
                 step.ks,
@@ -226,15 +227,6 @@ class DSAAttention(nn.Module):
             )
 
         return score
-
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The indexer's RoPE, on the first R dims."""
-        config = self.config
-        rotated, passed = torch.split(
-            x, [config.qk_rope_head_dim, config.index_head_dim - config.qk_rope_head_dim], dim=-1
-        )
-        turned = ops.rope(rotated, cos, sin, config.index_rope_style)
-        return torch.cat((turned, passed), dim=-1)
 
 
 class MQAOnlyAttention(DSAAttention):

@@ -13,7 +13,8 @@ from ._checks import (
     require_same_device,
     require_size,
 )
-from ._softmax import softmax_backward, softmax_lse, wide_dtype
+from ._dtypes import wide_dtype
+from ._softmax import softmax_backward, softmax_lse
 from .index_scores import visible_keys
 
 

@@ -6,11 +6,6 @@ import torch
 from torch import Tensor
 
 
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype that attention computes in: float64 for float64 inputs, else float32."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def softmax_lse(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities and natural-log LSE over the last dimension of ``scores``, where ``visible``.
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ._blocks import checks_values, row_blocks
-from ._softmax import softmax_backward, softmax_lse, wide_dtype
+from ._dtypes import wide_dtype
+from ._softmax import softmax_backward, softmax_lse
 
 
 def check_positions(indices: Tensor, ks: Tensor, rows: int) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from . import _mha
 from ._blocks import check_interval_values
+from ._dtypes import wide_dtype
 from ._library import define_op
-from ._softmax import wide_dtype
 from .causal_positions import require_premise
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .norm import working_dtype
+from ._dtypes import wide_dtype
 
 
 def require_power_of_two(name: str, size: int) -> None:
@@ -29,7 +29,7 @@ def plain_hadamard(x: Tensor) -> Tensor:
     """
     size = int(x.shape[-1])
     require_power_of_two("the last dimension", size)
-    x = x.to(working_dtype(x))
+    x = x.to(wide_dtype(x))
     span = 1
     while span < size:
         low, high = x.unflatten(-1, (size // (2 * span), 2, span)).unbind(-2)

@@ -13,10 +13,11 @@ from ._checks import (
     require_same_device,
     require_size,
 )
+from ._dtypes import wide_dtype
 from ._library import define_op
 from .cache_layouts import FP8, quantise_index_key
 from .hadamard import plain_hadamard, require_power_of_two
-from .norm import rounded, working_dtype
+from .norm import rounded
 from .rope import plain_rope, plain_rope_backward, require_style, require_tables
 
 
@@ -91,19 +92,19 @@ def _reference(
 ) -> tuple[Tensor, Tensor]:
     rotated = 2 * cos.shape[1]
     wide = torch.cat(
-        (plain_rope(q[..., :rotated], cos, sin, style), q[..., rotated:].to(working_dtype(q))),
+        (plain_rope(q[..., :rotated], cos, sin, style), q[..., rotated:].to(wide_dtype(q))),
         dim=-1,
     )
     if hadamard:
         wide = plain_hadamard(wide)
-    folded = weights.to(working_dtype(weights))
+    folded = weights.to(wide_dtype(weights))
     if quantize:
         wide, scale = quantise_index_key(wide)
         folded = folded * scale
     by_width, by_heads = _factors(q)
     return (
         rounded(wide, FP8 if quantize else q.dtype),
-        rounded(folded * by_width * by_heads, working_dtype(weights)),
+        rounded(folded * by_width * by_heads, wide_dtype(weights)),
     )
 
 
@@ -118,7 +119,7 @@ def _fake(
 ) -> tuple[Tensor, Tensor]:
     return (
         q.new_empty(q.shape, dtype=FP8 if quantize else q.dtype),
-        weights.new_empty(weights.shape, dtype=working_dtype(weights)),
+        weights.new_empty(weights.shape, dtype=wide_dtype(weights)),
     )
 
 

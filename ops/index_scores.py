@@ -13,6 +13,7 @@ from ._checks import (
     require_same_device,
     require_size,
 )
+from ._dtypes import wide_dtype
 from ._library import define_op
 
 
@@ -65,7 +66,7 @@ def check_index_inputs(
 
 def score_block(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     """Scores of some rows against some keys, before visibility: [t, s] in float32 or float64."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q)
     dots = torch.matmul(q.to(wide).flatten(0, 1), k.to(wide).t())
     dots = dots.view(q.shape[0], q.shape[1], k.shape[0]).relu_()
     return torch.matmul(weights.to(wide)[:, None, :], dots)[:, 0]
@@ -90,7 +91,7 @@ def _reference(
 def _fake(
     q: Tensor, k: Tensor, weights: Tensor, ks: Tensor, ke: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q)
     return q.new_empty((q.shape[0], k.shape[0]), dtype=wide)
 
 

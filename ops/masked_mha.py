@@ -10,8 +10,8 @@ from torch import Tensor
 from . import _mha
 from ._blocks import check_interval_values
 from ._checks import require_dtype, require_rank, require_same_device, require_size
+from ._dtypes import wide_dtype
 from ._library import define_op
-from ._softmax import wide_dtype
 
 
 def masked_mha(

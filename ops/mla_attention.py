@@ -16,9 +16,9 @@ from ._checks import (
     require_same_device,
     require_size,
 )
+from ._dtypes import wide_dtype
 from ._library import define_op
 from ._options import current
-from ._softmax import wide_dtype
 from .masked_mha import check_selection
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from . import providers, routing
 from ._attend import attend, promoted_dtype
 from ._checks import require_floating, require_rank, require_same_device, require_size
+from ._dtypes import wide_dtype
 from ._library import define_op
 from ._paged import by_request, require_paged_rows, visible_lens
-from ._softmax import wide_dtype
 from .cache_layouts import require_mla_cache
 from .masked_mha import check_selection
 from .mla_attention import Operands

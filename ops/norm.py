@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._checks import require_floating, require_rank, require_same_device, require_size
+from ._dtypes import wide_dtype
 from ._library import define_op
 
 
@@ -66,7 +67,7 @@ def require_normalizable(name: str, x: Tensor, **parameters: Tensor) -> None:
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm without the final rounding: the result has the working dtype of ``x``."""
-    x = x.to(working_dtype(x))
+    x = x.to(wide_dtype(x))
     return x * _rms_scale(x, eps) * weight.to(x.dtype)
 
 
@@ -76,7 +77,7 @@ def plain_rms_norm_backward(
     """Gradients of ``x`` and ``weight``, each None where ``needs`` or ``grad`` has none."""
     if grad is None:
         return None, None
-    work = working_dtype(x)
+    work = wide_dtype(x)
     grad, wide = grad.to(work), x.to(work)
     scale = _rms_scale(wide, eps)
     normed = wide * scale
@@ -87,7 +88,7 @@ def plain_rms_norm_backward(
 
 def plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """LayerNorm without the final rounding: the result has the working dtype of ``x``."""
-    x = x.to(working_dtype(x))
+    x = x.to(wide_dtype(x))
     x = x - x.mean(-1, keepdim=True)
     return x * _rms_scale(x, eps) * weight.to(x.dtype) + bias.to(x.dtype)
 
@@ -103,7 +104,7 @@ def plain_layer_norm_backward(
     """Gradients of ``x``, ``weight`` and ``bias``, each None where not needed."""
     if grad is None:
         return None, None, None
-    work = working_dtype(x)
+    work = wide_dtype(x)
     grad, wide = grad.to(work), x.to(work)
     wide = wide - wide.mean(-1, keepdim=True)
     scale = _rms_scale(wide, eps)
@@ -112,11 +113,6 @@ def plain_layer_norm_backward(
     grad_weight = _sum_rows(grad * normed, weight.dtype) if needs[1] else None
     grad_bias = _sum_rows(grad, bias.dtype) if needs[2] else None
     return grad_x, grad_weight, grad_bias
-
-
-def working_dtype(x: Tensor) -> torch.dtype:
-    """float64 for float64, otherwise float32."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def rounded(y: Tensor, dtype: torch.dtype) -> Tensor:

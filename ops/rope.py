@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ._checks import require_floating, require_rank, require_same_device, require_size
+from ._dtypes import wide_dtype
 from ._library import define_op
-from .norm import rounded, working_dtype
+from .norm import rounded
 
 # Whether a style reads, and whether it writes, the pairs (2i, 2i+1); otherwise (i, i + R/2).
 _INTERLEAVED = {
@@ -79,7 +80,7 @@ def plain_rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, style: str) -> T
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, reads: bool, writes: bool) -> Tensor:
-    work = working_dtype(x)
+    work = wide_dtype(x)
     x, cos, sin = x.to(work), cos.to(work), sin.to(work)
     half = cos.shape[1]
     if x.dim() == 3:

@@ -14,8 +14,8 @@ from ._checks import (
     require_same_device,
     require_size,
 )
+from ._dtypes import wide_dtype
 from ._library import define_op
-from ._softmax import wide_dtype
 from ._sparse import attend_rows, attend_rows_backward
 from .masked_mha import check_selection
 

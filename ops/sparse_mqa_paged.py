@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ._blocks import checks_values, row_blocks
 from ._checks import require_floating, require_rank, require_same_device
+from ._dtypes import wide_dtype
 from ._library import define_op
 from ._paged import require_paged_rows, visible_lens
-from ._softmax import wide_dtype
 from .cache_layouts import require_mla_cache
 from .indices import slots
 from .masked_mha import check_selection

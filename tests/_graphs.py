@@ -223,10 +223,6 @@ def node_named(graph: fx.Graph, name: str) -> fx.Node:
     return next(node for node in graph.nodes if node.name == name)
 
 
-def outputs_of(graph: fx.Graph) -> list[fx.Node]:
-    return list(graph.output_node().args[0])
-
-
 def evaluate(graph: fx.Graph, *args: Any) -> Any:
     """Run a graph that has no constants."""
     return fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph)).run(*args)

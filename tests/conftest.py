@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -36,12 +35,3 @@ def _fixed_start() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-
-
-@pytest.fixture
-def fresh_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty Inductor cache folder for this test alone, so that the passes run."""
-    folder = tmp_path / "inductor"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    torch._dynamo.reset()
-    return folder

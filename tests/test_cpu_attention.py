@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from _inside import Inside
 from _reference import causal_intervals, int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsafx import ops
 from dsafx.ops.cpu import dense
@@ -228,22 +228,6 @@ def test_keys_that_no_row_selects_may_hold_anything(name, holes):
         assert out.isfinite().all()
 
 
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that an ATen call makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-        for x in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
-                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
-        return result
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     "name", ["a fresh prompt", "packed prompts with context", "a sliding window"]
@@ -271,7 +255,7 @@ def test_no_tensor_but_the_output_exceeds_the_workspace():
     indices = selection(ks, ke, 40)
     q, k, v = expanded(300, 300, heads=2, qk=8, v=4)
     output, budget = 300 * 2 * 8 * 4, 64 << 10
-    with ops.options(workspace_bytes=budget), Largest() as largest:
+    with ops.options(workspace_bytes=budget), Inside() as largest:
         ATTENTION["dense_mha"].run(q, k, v, ks, ke, 300, SCALE)
         ATTENTION["masked_mha"].run(q, k, v, indices, ks, ke, SCALE)
         ATTENTION["sparse_mqa"].run(q, k[:, 0], indices, ks, SCALE, 8)
@@ -285,7 +269,7 @@ def test_copies_of_keys_fit_the_workspace(dtype, v_dim):
     ks, ke = causal_intervals([4], cached=3000)
     q, k, v = expanded(4, 3004, heads=16, qk=8, v=v_dim, dtype=dtype)
     indices = selection(ks, ke, 1500)
-    with ops.options(workspace_bytes=512 << 10), Largest() as largest:
+    with ops.options(workspace_bytes=512 << 10), Inside() as largest:
         ATTENTION["dense_mha"].run(q, k, v, ks, ke, 3004, SCALE)
         ATTENTION["masked_mha"].run(q, k, v, indices, ks, ke, SCALE)
     assert largest.bytes <= 512 << 10
@@ -296,7 +280,7 @@ def test_a_decode_step_makes_no_tensor_that_grows_with_the_cache(dtype):
     q_latent, q_pe = torch.randn(1, 4, 16).to(dtype), torch.randn(1, 4, 8).to(dtype)
     kv_c, k_pe = torch.randn(4000, 16).to(dtype), torch.randn(4000, 8).to(dtype)
     indices = torch.randperm(4000)[:32].int()[None]
-    with Largest() as largest:
+    with Inside() as largest:
         ATTENTION["sparse_mla"].run(q_latent, q_pe, kv_c, k_pe, indices, int32(0), SCALE)
         ATTENTION["sparse_mqa"].run(q_latent, kv_c, indices, int32(0), SCALE, 16)
     assert largest.bytes <= 32 * 16 * 4

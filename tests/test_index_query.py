@@ -43,12 +43,6 @@ def separate(q: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     return torch.cat((rope(q[..., :R], cos, sin, style), q[..., R:]), dim=-1)
 
 
-def dequantised(q: Tensor, folded: Tensor, weights: Tensor) -> Tensor:
-    """The query with its scale put back from the folded weights, in float64."""
-    scale = folded.double() / weights.double() * math.sqrt(q.shape[1] * q.shape[2])
-    return q.double() * scale[..., None]
-
-
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_without_quantisation_it_is_rope_of_the_first_dims_bit_for_bit(dtype, style):
