@@ -16,11 +16,14 @@ class Options:
         read at each call.
     check: check values inside tensors of every device, not only of the CPU (C23); this reads the
         device.
+    compiled_kernels: whether kernels may be compiled at first use, and used; without them the cpu
+        provider stays with PyTorch's own, which are slower.
     provider: name of the only provider to use, or None for the first that supports the call.
     """
 
     workspace_bytes: int = 256 << 20
     check: bool = False
+    compiled_kernels: bool = True
     provider: str | None = None
 
 
@@ -44,7 +47,12 @@ def reset(token: Token[Options]) -> None:
 
 
 @contextlib.contextmanager
-def options(*, workspace_bytes: int | None = None, check: bool | None = None) -> Iterator[Options]:
+def options(
+    *,
+    workspace_bytes: int | None = None,
+    check: bool | None = None,
+    compiled_kernels: bool | None = None,
+) -> Iterator[Options]:
     """Set options for the calls inside the ``with`` block.
 
     Raises:
@@ -57,6 +65,7 @@ def options(*, workspace_bytes: int | None = None, check: bool | None = None) ->
         now,
         workspace_bytes=now.workspace_bytes if workspace_bytes is None else workspace_bytes,
         check=now.check if check is None else check,
+        compiled_kernels=now.compiled_kernels if compiled_kernels is None else compiled_kernels,
     )
     token = set_current(changed)
     try:

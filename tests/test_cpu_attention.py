@@ -34,6 +34,13 @@ INTERVALS = {
 }
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["tiles", "flash"], autouse=True)
+def compiled_kernels(request):
+    """Both means of attention over expanded keys; they are one where nothing can be compiled."""
+    with ops.options(compiled_kernels=request.param):
+        yield request.param
+
+
 def assert_same(actual, expected, dtype=torch.float32):
     for ours, theirs in zip(actual, expected, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)

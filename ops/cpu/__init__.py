@@ -1,4 +1,9 @@
-"""The cpu provider: blocked ATen kernels within the workspace budget, for every host thread."""
+"""The cpu provider: blocked kernels within the workspace budget, for every host thread.
+
+All are made of ATen calls, except that dense and masked attention in float32 and float16 run on C++
+that is compiled at first use. That takes about five seconds, once per machine and torch; without a
+compiler, or under ``options(compiled_kernels=False)``, PyTorch's own kernel takes its place.
+"""
 
 from __future__ import annotations
 

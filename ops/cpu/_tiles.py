@@ -1,0 +1,154 @@
+"""The compiled attention over expanded keys: what Python hands to ``mha_tiles.cpp``."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import _options
+from ._build import BuildError, load
+from ._runs import Run
+
+_SOURCE = Path(__file__).with_name("mha_tiles.cpp")
+# Longer tiles spread the cost of packing operands for a product; their scores must stay in cache.
+_TILE_ROWS = 512
+_TILE_KEYS = 512
+# Where causality cuts a tile, half of it is computed in vain.
+_EDGE_KEYS = 64
+_LEAST_TILE = 16
+
+_lock = threading.Lock()
+_loaded: list[ctypes.CDLL | None] = []
+
+
+class _Array(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((n, ctypes.c_int64) for n in ("row", "head", "column")),
+    ]
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [
+        *((name, _Array) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_void_p) for name in ("lse", "ks", "ke", "mask", "blocks")),
+        *((name, ctypes.c_int64) for name in ("num_blocks", "heads", "width", "v_width")),
+        *((name, ctypes.c_int64) for name in ("mask_start", "mask_first", "mask_row")),
+        *((name, ctypes.c_int64) for name in ("most_rows", "most_keys", "edge_keys", "is_half")),
+        ("scale", ctypes.c_double),
+    ]
+
+
+def serve(q: Tensor) -> bool:
+    """Whether ``attend`` takes this call; the first call that it could take compiles it.
+
+    That takes about five seconds, once per machine and torch (see ``_build.load``). Where it
+    fails, one warning says why and the answer is no for the rest of the process.
+    """
+    # bfloat16 products are faster in the instructions that PyTorch's kernel finds for them.
+    if q.dtype not in (torch.float32, torch.float16):
+        return False
+    return _options.current().compiled_kernels and _library() is not None
+
+
+def attend(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ks: Tensor,
+    ke: Tensor,
+    runs: Iterable[Run],
+    scale: float,
+    mask: Tensor | None = None,
+) -> None:
+    """Write the rows of ``runs`` into ``out`` [T, N, V] and the contiguous ``lse`` [T, N].
+
+    ``mask`` bool tells which keys a row reads; it holds the rows and keys of the one run.
+    """
+    library = _library()
+    assert library is not None
+    parts = list(runs)
+    if not parts or out.numel() == 0:
+        return
+    most_rows, most_keys = _tile(parts, q.shape[2], v.shape[2])
+    blocks = [part for run in parts for part in _split(run, most_rows)]
+    edges = [x for block in blocks for x in (block.start, block.stop, block.first, block.last)]
+    ks, ke = ks.contiguous(), ke.contiguous()
+    problem = _Problem(
+        q=_array(q),
+        k=_array(k),
+        v=_array(v),
+        out=_array(out),
+        lse=lse.data_ptr(),
+        ks=ks.data_ptr(),
+        ke=ke.data_ptr(),
+        mask=None if mask is None else mask.data_ptr(),
+        blocks=ctypes.cast((ctypes.c_int64 * len(edges))(*edges), ctypes.c_void_p),
+        num_blocks=len(blocks),
+        heads=q.shape[1],
+        width=q.shape[2],
+        v_width=v.shape[2],
+        mask_start=parts[0].start,
+        mask_first=parts[0].first,
+        mask_row=0 if mask is None else mask.stride(0),
+        most_rows=most_rows,
+        most_keys=most_keys,
+        edge_keys=min(_EDGE_KEYS, most_keys),
+        is_half=q.dtype == torch.float16,
+        scale=scale,
+    )
+    error = library.dsafx_attend(ctypes.byref(problem))
+    if error is not None:
+        raise RuntimeError(error.decode())
+
+
+def _library() -> ctypes.CDLL | None:
+    with _lock:
+        if not _loaded:
+            try:
+                library = load(_SOURCE)
+                library.dsafx_attend.restype = ctypes.c_char_p
+                _loaded.append(library)
+            except BuildError as error:
+                warnings.warn(
+                    f"dense and masked attention run on slower kernels, for {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                _loaded.append(None)
+        return _loaded[0]
+
+
+def _tile(parts: list[Run], width: int, v_width: int) -> tuple[int, int]:
+    """Rows and keys of a tile such that what all threads hold fits half of the workspace."""
+    rows = min(_TILE_ROWS, max(part.stop - part.start for part in parts))
+    keys = min(_TILE_KEYS, max(part.last - part.first for part in parts))
+    most = _options.current().workspace_bytes // 2 // torch.get_num_threads()
+    while max(rows, keys) > _LEAST_TILE and _tile_bytes(rows, keys, width, v_width) > most:
+        rows, keys = (min(x, max(_LEAST_TILE, x // 2)) for x in (rows, keys))
+    return rows, keys
+
+
+def _tile_bytes(rows: int, keys: int, width: int, v_width: int) -> int:
+    """Scores, queries and their sums of values, and copies of keys and values, in float32."""
+    return 4 * (rows * keys + (rows + keys) * (width + v_width))
+
+
+def _split(run: Run, most_rows: int) -> list[Run]:
+    rows = run.stop - run.start
+    parts = -(-rows // most_rows)
+    edges = [run.start + rows * part // parts for part in range(parts + 1)]
+    return [run.part(start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+def _array(x: Tensor) -> _Array:
+    return _Array(x.data_ptr(), *x.stride())
