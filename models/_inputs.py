@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.import_utils import is_tracing
 
-from ._intervals import interval_mask, visible
+from ..ops._requests import visible
+from ._intervals import interval_mask
 
 # The key under which these model families look up a prepared mask.
 _MASK_KEY = "indexed_attention"

@@ -10,8 +10,8 @@ from transformers.cache_utils import Cache
 
 from .. import ops
 from ..ops import routing
+from ..ops._requests import attend_requests, is_interval, packed_rows, select_requests
 from ._index_rope import rotate_index
-from ._intervals import is_interval, packed_mask, packed_rows
 from ._selection import LayerRouting, Step, note, plan, select
 from .config import DSAConfig
 
@@ -120,17 +120,14 @@ def indexer_forward(
             batch * rows, config.index_num_heads, config.index_head_dim
         )
         weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype))
-        return ops.index_select(
-            rotate_index(query, cos, sin, config).to(keys.dtype),
-            keys.reshape(batch * key_len, config.index_head_dim),
-            weights.flatten(0, 1).float() * config.index_weight_scale,
-            ks,
-            ke,
-            key_len,
+        return select_requests(
+            rotate_index(query, cos, sin, config).unflatten(0, (batch, rows)),
+            keys,
+            weights.float() * config.index_weight_scale,
+            attention_mask,
             config.topk,
-            packed_mask(attention_mask, batch),
             layer.route.batch_invariant,
-        )
+        ).flatten(0, 1)
 
     step = Step(ks, ke, key_len, rows, masked=not is_interval(attention_mask))
     decision = plan(layer, step, config.is_followed(layer.layer_idx))
@@ -177,29 +174,24 @@ def attend(
     config = layer.config
     if dropout:
         raise NotImplementedError(_dropout_message(f"layer {layer.layer_idx}", dropout))
-    batch, heads, rows, width = query.shape
-    key_len = key.shape[2]
+    batch, _, rows, _ = query.shape
     mask = attention_mask[:, 0]
-    ks, ke = packed_rows(mask, batch, rows, key_len)
-    masked = not is_interval(mask)
     if config.schedule[layer.layer_idx] == "shared":
-        note(layer, Step(ks, ke, key_len, rows, masked), config.is_followed(layer.layer_idx))
-    packed = query.transpose(1, 2).reshape(batch * rows, heads, width)
-    q_nope, q_pe = torch.split(packed, [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-    out, _ = ops.mla_attention(
+        key_len = key.shape[2]
+        ks, ke = packed_rows(mask, batch, rows, key_len)
+        step = Step(ks, ke, key_len, rows, masked=not is_interval(mask))
+        note(layer, step, config.is_followed(layer.layer_idx))
+    q_nope, q_pe = torch.split(query, [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+    out = attend_requests(
         q_nope,
         q_pe,
-        key.reshape(batch * key_len, config.kv_lora_rank),
-        value.reshape(batch * key_len, config.qk_rope_head_dim),
+        key,
+        value,
         AttentionSeams.kv_b_weight(module),
-        None if indices is None else indices.reshape(batch * rows, config.topk),
-        ks,
-        ke,
-        key_len,
-        rows,
+        indices,
+        mask,
         config.topk,
         scaling,
         layer.spec,
-        masked=masked,
     )
-    return out.view(batch, rows, heads, config.v_head_dim), None
+    return out.transpose(1, 2), None

@@ -13,8 +13,9 @@ from _tiny import FAMILIES, TOPK, left_padding, prompt
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from dsafx import disable, enable, enabling, ops, routing
+from dsafx import disable, enable, enabling, routing
 from dsafx.models import record_decisions
+from dsafx.ops import _requests
 
 PADS = (0, 5)
 TOLERANCE = 1e-4
@@ -235,7 +236,7 @@ def test_a_short_prefill_asks_for_no_score_and_shared_layers_get_the_closed_form
         raise AssertionError("a short prefill was scored")
 
     model = enable(_tiny.tiny_model("glm_moe_dsa"))
-    monkeypatch.setattr(ops, "index_select", fail)
+    monkeypatch.setattr(_requests, "index_select", fail)
     with torch.no_grad(), record_decisions() as records:
         model(prompt(2, TOPK))
         with pytest.raises(AssertionError, match="was scored"):
