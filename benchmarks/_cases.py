@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import _attention_cases as attention
+import _compiled_cases as compiled
 import _peers as peers
 import torch
 from _dispatched import assert_neither_gemm_nor_topk
@@ -154,6 +155,9 @@ CASES: Mapping[str, Callable[[Setting], Prepared]] = {
         attention.masked_mha,
         attention.routed,
         index_select_long,
+        compiled.compiled_decode,
+        compiled.compiled_prefill,
+        compiled.compiled_prefill_long,
     )
 }
 """All cases by name, the cheap ones first."""

@@ -12,19 +12,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import ops
     from ._backend import inductor_options
+    from ._debug import debug
     from .models.compile import compile
+    from .models.prefill import prefill
     from .models.transformers import disable, enable, enabled, enabling
     from .ops import routing
 
 __all__ = [
     "__version__",
     "compile",
+    "debug",
     "disable",
     "enable",
     "enabled",
     "enabling",
     "inductor_options",
     "ops",
+    "prefill",
     "routing",
 ]
 
@@ -33,11 +37,13 @@ __version__ = "0.1.0"
 _MODULES = {"ops": ".ops", "routing": ".ops.routing"}
 _FUNCTIONS = {
     "compile": ".models.compile",
+    "debug": "._debug",
     "disable": ".models.transformers",
     "enable": ".models.transformers",
     "enabled": ".models.transformers",
     "enabling": ".models.transformers",
     "inductor_options": "._backend",
+    "prefill": ".models.prefill",
 }
 
 

@@ -6,18 +6,13 @@ Nothing heavy is imported here: the passes and Inductor come with the first comp
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from torch import fx
-
-# Indexer classes of transformers whose forward this package replaces when a model is enabled.
-_INDEXERS = frozenset({"DeepseekV32Indexer", "GlmMoeDsaIndexer"})
 
 
 def backend(
@@ -32,34 +27,42 @@ def backend(
     Args:
         gm, example_inputs: from Dynamo.
         mode: a ``torch.compile`` mode; options override what it stands for.
-        options: ``specialize`` ("auto", "never"), ``fuse`` ("auto", "always", "never"), ``strict``
-            (bool), and any Inductor option. Passes that the user has in the post-grad hook run
-            before this package's.
+        options: ``specialize`` ("auto", "never"), ``fuse`` ("auto", "always", "never"),
+            ``recognise`` ("auto", "never"), ``strict`` (bool), and any Inductor option. Passes that
+            the user has in the pre-grad and post-grad hooks run before this package's.
 
     Raises:
-        ValueError: an unknown option, or a value that one of ours does not take.
+        ValueError: an unknown mode or option, or a value that one of ours does not take.
     """
     from torch._inductor.compile_fx import compile_fx
 
     from .passes import _torch_compat as compat
+    from .passes._log import noting_cache_hits
 
+    if mode is not None and mode not in compat.modes():
+        raise ValueError(f"unknown mode {mode!r}: {_nearest(mode, compat.modes())}")
     patches = {**compat.mode_options(mode), **inductor_options(**(options or {}))}
-    _notice_model_that_was_not_enabled(gm)
-    return cast("Callable[..., Any]", compile_fx(gm, example_inputs, config_patches=patches))
+    with noting_cache_hits():
+        compiled = compile_fx(gm, example_inputs, config_patches=patches)
+    return compat.serializable(compiled)
 
 
 def inductor_options(**options: Any) -> dict[str, Any]:
     """Inductor options that run this package's passes: for ``backend="inductor"`` and AOTInductor.
 
+    Passes that the user has in these hooks, in ``options`` or else in the configuration of
+    Inductor as it is now, run before this package's; neither is changed.
+
     Args:
-        options: those of ``backend``; Inductor's own are passed through.
+        options: those of ``backend``; Inductor's own are passed through. What this function gave
+            before may be among them and keeps what it chose.
 
     Raises:
         ValueError: an unknown option, or a value that one of ours does not take.
     """
     from .passes import _torch_compat as compat
     from .passes._report import PassOptions
-    from .passes.pipeline import Pipeline
+    from .passes.pipeline import Pipeline, Recogniser
 
     names = [each.name for each in fields(PassOptions)]
     ours = {key: value for key, value in options.items() if key in names}
@@ -67,49 +70,24 @@ def inductor_options(**options: Any) -> dict[str, Any]:
     known = compat.inductor_keys()
     for key in patches:
         if key not in known:
-            raise ValueError(_unknown_option(key, [*names, *known]))
-    existing = patches.get(compat.POST_GRAD_HOOK, compat.current_hook())
-    patches[compat.POST_GRAD_HOOK] = compat.append_pass(existing, Pipeline(PassOptions(**ours)))
+            nearest = _nearest(key, [*names, *known], f"{', '.join(names)} and Inductor's own")
+            raise ValueError(f"unknown option {key!r}: {nearest}")
+    hooks = {
+        name: patches.get(name, compat.current_hook(name))
+        for name in (compat.PRE_GRAD_HOOK, compat.POST_GRAD_HOOK)
+    }
+    # A hook that this function made before says what its caller chose.
+    earlier = compat.passes_in(hooks[compat.POST_GRAD_HOOK])
+    chosen = [each.options for each in earlier if isinstance(each, Pipeline)]
+    settings = replace([PassOptions(), *chosen][-1], **ours)
+    for name, passes in zip(hooks, (Recogniser(settings), Pipeline(settings)), strict=True):
+        others = [each for each in compat.passes_in(hooks[name]) if type(each) is not type(passes)]
+        patches[name] = compat.append_pass(others, passes)
     return patches
 
 
-def _unknown_option(key: str, accepted: list[str]) -> str:
-    near = difflib.get_close_matches(key, accepted, n=3, cutoff=0.5)
+def _nearest(name: str, accepted: list[str], what: str | None = None) -> str:
+    """What an error says about the names that are accepted; ``what`` stands for all of them."""
+    near = difflib.get_close_matches(name, accepted, n=3, cutoff=0.5)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
-    return (
-        f"unknown option {key!r}: {meant}accepted are specialize, fuse, strict and Inductor's own"
-    )
-
-
-def _notice_model_that_was_not_enabled(gm: fx.GraphModule) -> None:
-    """Say once that a DSA model of transformers compiles as under Inductor: nobody enabled it."""
-    indexers = _INDEXERS & _module_classes(gm)
-    if indexers and not _has_our_ops(gm):
-        _warn_once(min(indexers))
-
-
-def _module_classes(gm: fx.GraphModule) -> set[str]:
-    """Names of the module classes in which the graph's nodes were made."""
-    names: set[str] = set()
-    for node in gm.graph.nodes:
-        for _, kind in node.meta.get("nn_module_stack", {}).values():
-            names.add(kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__)
-    return names
-
-
-def _has_our_ops(gm: fx.GraphModule) -> bool:
-    return any(
-        str(node.target).startswith("dsafx.")
-        for module in gm.modules()
-        if isinstance(module, type(gm))
-        for node in module.graph.nodes
-    )
-
-
-@lru_cache(maxsize=1)
-def _warn_once(indexer: str) -> None:
-    warnings.warn(
-        f"the model has {indexer} layers but was not enabled, so it compiles as under Inductor; "
-        "call dsafx.enable(model) before torch.compile, or dsafx.compile(model)",
-        stacklevel=2,
-    )
+    return f"{meant}accepted are {what or ', '.join(accepted)}"

@@ -1,4 +1,4 @@
-"""The norms and rotations of one layer as one kernel: which parts, which op, and when it pays.
+"""The norms and rotations of one layer as one kernel.
 
 Between a layer's down-projections and its caches stand two RMSNorms and a RoPE, and in a layer with
 an indexer also a LayerNorm whose first dims are rotated. All read one token and write one token, so
@@ -13,40 +13,18 @@ one launch can do them::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ._fusion import Fusion
 
-from ..ops import providers
+# One value that is wider than the activations stays in registers from LayerNorm to RoPE.
+INDEX_KEY_ROUNDING = {
+    "index_k": "rounded once, after RoPE; the parts round after LayerNorm and again after RoPE"
+}
 
+NORM_ROPE = Fusion("norm_rope", ("rms_norm", "rms_norm", "rope"), ("q_c", "kv_c", "k_pe"))
 
-@dataclass(frozen=True)
-class Fusion:
-    """A fused op and its parts.
-
-    op: the fused kernel op.
-    parts: the semantic ops that it stands for, in the order of its outputs.
-    """
-
-    op: str
-    parts: tuple[str, ...]
-
-
-NORM_ROPE = Fusion("norm_rope", ("rms_norm", "rms_norm", "rope"))
-NORM_ROPE_INDEX = Fusion("norm_rope_index", (*NORM_ROPE.parts, "layer_norm", "rope"))
-
-
-def reason_not_to_fuse(fusion: Fusion, fuse: str, device_type: str) -> str | None:
-    """None where the fused op is wanted, else why it is not.
-
-    Args:
-        fusion: what would be fused.
-        fuse: ``"always"``, ``"never"``, or ``"auto"``, which asks the device's provider.
-        device_type: where the tensors are.
-    """
-    if fuse == "always":
-        return None
-    if fuse == "never":
-        return 'fuse="never"'
-    provider = providers.dispatch(device_type)
-    if fusion.op in provider.fused:
-        return None
-    return f"{fusion.op} of the {provider.name} provider is not faster than its parts"
+NORM_ROPE_INDEX = Fusion(
+    "norm_rope_index",
+    (*NORM_ROPE.parts, "layer_norm", "rope", "cat"),
+    (*NORM_ROPE.outputs, "index_k"),
+    INDEX_KEY_ROUNDING,
+)

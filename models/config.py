@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..ops import routing
+from ._families import Family, family
 
 ROPE_STYLES = ("half", "interleaved", "interleaved_to_half")
 
-# The pairing of the rotated dims is a property of the model type: no config key of a released
-# checkpoint is read by the model code that the checkpoint was made for.
-_INDEX_ROPE_STYLE = {"deepseek_v32": "half", "glm_moe_dsa": "interleaved_to_half"}
 _MLA_ROPE_STYLE = "interleaved_to_half"
 
 # The model classes build the norms of the attention with their default, not with `rms_norm_eps`.
@@ -97,19 +95,18 @@ class DSAConfig:
         """Read a transformers config object, or the mapping of a ``config.json``.
 
         Args:
-            config: of model type ``deepseek_v32`` or ``glm_moe_dsa``.
+            config: of model type ``axk2``, ``deepseek_v32`` or ``glm_moe_dsa``.
             index_rope_style: in place of the model type's own.
 
         Raises:
             ValueError: an unknown model type, a missing key, two values of ``rope_theta`` that
                 differ, an unknown RoPE style, a schedule that starts on a shared layer.
+            NotImplementedError: a model type that selects keys in another way, with the reason.
         """
         raw = config if isinstance(config, Mapping) else config.to_dict()
         model_type = raw.get("model_type")
-        if model_type not in _INDEX_ROPE_STYLE:
-            accepted = ", ".join(sorted(_INDEX_ROPE_STYLE))
-            raise ValueError(f"model_type must be one of {accepted}, got {model_type!r}")
-        style = _INDEX_ROPE_STYLE[model_type] if index_rope_style is None else index_rope_style
+        of_type = family(model_type)
+        style = of_type.index_rope_style if index_rope_style is None else index_rope_style
         if style not in ROPE_STYLES:
             accepted = ", ".join(ROPE_STYLES)
             raise ValueError(f"index_rope_style must be one of {accepted}, got {style!r}")
@@ -117,7 +114,7 @@ class DSAConfig:
         nope_dim, rope_dim = _size(raw, "qk_nope_head_dim"), _size(raw, "qk_rope_head_dim")
         index_num_heads, index_head_dim = _size(raw, "index_n_heads"), _size(raw, "index_head_dim")
         return cls(
-            model_type=model_type,
+            model_type=str(model_type),
             hidden_size=_size(raw, "hidden_size"),
             num_heads=_size(raw, "num_attention_heads"),
             q_lora_rank=_size(raw, "q_lora_rank"),
@@ -128,7 +125,7 @@ class DSAConfig:
             index_num_heads=index_num_heads,
             index_head_dim=index_head_dim,
             topk=_size(raw, "index_topk"),
-            schedule=_schedule(raw, model_type),
+            schedule=_schedule(raw, of_type),
             mla_rope_style=_MLA_ROPE_STYLE,
             index_rope_style=style,
             rope_theta=_rope_theta(raw, rope),
@@ -148,9 +145,9 @@ def _size(raw: Mapping[str, Any], key: str) -> int:
     return int(value)
 
 
-def _schedule(raw: Mapping[str, Any], model_type: str) -> tuple[str, ...]:
+def _schedule(raw: Mapping[str, Any], of_type: Family) -> tuple[str, ...]:
     num_layers = _size(raw, "num_hidden_layers")
-    if model_type == "deepseek_v32":
+    if not of_type.shares_selection:
         return routing.index_schedule(num_layers)
     offset = raw.get("index_skip_topk_offset")
     return routing.index_schedule(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -15,6 +16,7 @@ try:
     from transformers import PreTrainedModel
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.axk2.modeling_axk2 import AXK2Attention
     from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
     from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 except ImportError as error:
@@ -26,12 +28,13 @@ from ..ops import routing
 from ._inputs import prepare_inputs, prepare_masks
 from ._intervals import interval_mask
 from ._seams import AttentionSeams, attend, check_attention, indexer_forward, latents
+from ._selection import LayerRouting, Step
 from .config import DSAConfig
 
 NAME = "dsafx"
 """Our name among transformers' attention implementations."""
 
-_ATTENTION = (DeepseekV32Attention, GlmMoeDsaAttention)
+_ATTENTION = (AXK2Attention, DeepseekV32Attention, GlmMoeDsaAttention)
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -57,7 +60,7 @@ def enable(
     again changes its mode.
 
     Args:
-        model: of type ``deepseek_v32`` or ``glm_moe_dsa``, with or without a head.
+        model: of type ``axk2``, ``deepseek_v32`` or ``glm_moe_dsa``, with or without a head.
         mode: "auto", "sparse", "masked" or "dense" (``routing.RouteConfig``).
         route: the whole route configuration, in place of ``mode``.
 
@@ -67,8 +70,8 @@ def enable(
     Raises:
         TypeError: ``model`` is not a transformers model.
         ValueError: an unknown model type or mode, or a model without a DSA layer.
-        NotImplementedError: a layer whose function our ops would not reproduce, by name. Nothing is
-            changed then.
+        NotImplementedError: a model type that selects keys in another way, with the reason, or a
+            layer whose function our ops would not reproduce, by name. Nothing is changed then.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
@@ -134,6 +137,26 @@ def enabling(
             disable(model)
         else:
             enable(model, route=before)
+
+
+def admit(model: nn.Module, max_kv_len: int, max_query_len: int) -> None:
+    """Ask every layer of an enabled model whether it may run a request of this length.
+
+    A forced mode can be legal for the first chunk of a prompt and illegal for a later one.
+
+    Args:
+        model: an enabled model.
+        max_kv_len: bound on the keys that a row will see at the end of the request.
+        max_query_len: bound on the query tokens of one forward.
+
+    Raises:
+        ValueError: a forced mode is illegal.
+    """
+    for module in _attention_modules(model):
+        layer: LayerRouting = cast(Any, module).dsa_layer.routing
+        rows = torch.empty(0, dtype=torch.int32, device=cast(Any, module).kv_b_proj.weight.device)
+        step = Step(rows, rows, max_kv_len, max_query_len)
+        layer.decide(step, layer.config.is_followed(layer.layer_idx))
 
 
 def _route(model: nn.Module) -> routing.RouteConfig:

@@ -15,16 +15,28 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ._torch_compat import OpOverload, fake_mode_of, is_erased, neutral_modes, trace
+from ._torch_compat import OpOverload, fake_mode_of, is_erased, neutral_modes
+from ._traces import Renew, Traces
 
 Argument: TypeAlias = Any
 
 # The name of the node that a pass put a new node in place of; only new nodes have it.
 ORIGIN = "dsafx_origin"
+# The names of the nodes whose values a node gives since ``replace``.
+STANDS_FOR = "dsafx_stands_for"
 
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "from_node")
 
-_SELECTIONS = frozenset({"index_select", "select_topk", "causal_positions"})
+_SELECTIONS = frozenset(
+    {
+        "causal_positions",
+        "index_select",
+        "index_select_paged",
+        "index_select_partial",
+        "merge_selection",
+        "select_topk",
+    }
+)
 
 aten = torch.ops.aten
 VIEWS = frozenset(
@@ -124,7 +136,11 @@ def emit(
 
 
 def inline(
-    graph: fx.Graph, node: fx.Node, function: Callable[..., Any], args: Sequence[Argument]
+    graph: fx.Graph,
+    node: fx.Node,
+    function: Callable[..., Any],
+    args: Sequence[Argument],
+    traces: Traces | None = None,
 ) -> Any:
     """Insert the ATen graph of ``function(*args)`` before ``node`` and return its outputs as nodes.
 
@@ -133,19 +149,14 @@ def inline(
         node: gives the place and the provenance; stays as it is.
         function: plain functional PyTorch, which may call ops of this package.
         args: nodes and constants; only nodes become inputs of the trace.
+        traces: earlier traces, used again where they are the same; keeps this one.
 
     Raises:
         ValueError: the function writes to a tensor or holds a tensor constant.
     """
-    leaves, structure = pytree.tree_flatten(tuple(args))
-    inputs = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-
-    def on_nodes(*values: Any) -> Any:
-        remaining = iter(values)
-        filled = [next(remaining) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
-        return function(*pytree.tree_unflatten(filled, structure))
-
-    traced = trace(on_nodes, [value_of(leaf) for leaf in inputs], fake_mode_of(graph))
+    traces = Traces() if traces is None else traces
+    traced, renew = traces.of(function, args, fake_mode_of(graph))
+    inputs = [leaf for leaf in pytree.tree_leaves(tuple(args)) if isinstance(leaf, fx.Node)]
     copies: dict[fx.Node, Any] = dict(
         zip((each for each in traced.nodes if each.op == "placeholder"), inputs, strict=True)
     )
@@ -157,14 +168,20 @@ def inline(
             if isinstance(each.target, OpOverload) and each.target._schema.is_mutable:
                 raise ValueError(f"{function} cannot be inlined: it writes with {each.target}")
             with graph.inserting_before(node):
-                copies[each] = _copy(graph, each, copies, node)
+                copies[each] = _copy(graph, each, copies, renew, node)
         elif each.op != "placeholder":
             raise ValueError(f"{function} cannot be inlined: it holds the constant {each.target}")
     return outputs
 
 
-def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, Any], origin: fx.Node) -> fx.Node:
-    """A traced node in ``graph``: its own values, the provenance of ``origin``."""
+def _copy(
+    graph: fx.Graph,
+    node: fx.Node,
+    copies: dict[fx.Node, Any],
+    renew: Renew,
+    origin: fx.Node,
+) -> fx.Node:
+    """A traced node in ``graph``: values of its own, the provenance of ``origin``."""
     copied = graph.create_node(
         "call_function",
         node.target,
@@ -172,9 +189,11 @@ def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, Any], origin: fx
         fx.node.map_arg(node.kwargs, copies.__getitem__),
         name=node.name,
     )
-    for key in ("val", "tensor_meta", "eager_input_vals"):
+    for key in ("val", "eager_input_vals"):
         if key in node.meta:
-            copied.meta[key] = node.meta[key]
+            copied.meta[key] = renew(node.meta[key])
+    if "tensor_meta" in node.meta:
+        copied.meta["tensor_meta"] = node.meta["tensor_meta"]
     _set_provenance(copied, origin)
     return copied
 
@@ -192,14 +211,20 @@ def replace(node: fx.Node, outputs: fx.Node | Sequence[fx.Node]) -> None:
         outputs: one node, or one for each output.
     """
     if isinstance(outputs, fx.Node):
-        node.replace_all_uses_with(outputs)
+        _stand_in(outputs, node)
     else:
         for user in list(node.users):
             if user.target is not operator.getitem:
                 raise ValueError(f"{user.name} reads all outputs of {node.name} at once")
-            user.replace_all_uses_with(outputs[cast(int, user.args[1])])
+            _stand_in(outputs[cast(int, user.args[1])], user)
             node.graph.erase_node(user)
     erase(node)
+
+
+def _stand_in(new: fx.Node, old: fx.Node) -> None:
+    names = (*new.meta.get(STANDS_FOR, ()), *old.meta.get(STANDS_FOR, ()), old.name)
+    new.meta[STANDS_FOR] = names
+    old.replace_all_uses_with(new)
 
 
 def erase(*nodes: fx.Node) -> list[str]:

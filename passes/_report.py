@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import fx
 
+from ._traces import Traces
+
 if TYPE_CHECKING:
     from .verify import Entered
 
@@ -25,17 +27,21 @@ class PassOptions:
         only what is known without one, for callers that drop guards.
     fuse: ``"auto"`` fuses where the device's provider has the kernel and it pays, ``"always"`` also
         onto the reference kernel, ``"never"`` nothing.
+    recognise: ``"auto"`` puts ops of this package in place of the DSA layers of transformers models
+        that were not enabled, ``"never"`` leaves those as they are.
     strict: raise where the final graph cannot be verified, instead of compiling the graph as it
         came.
     """
 
     specialize: str = "auto"
     fuse: str = "auto"
+    recognise: str = "auto"
     strict: bool = False
 
     def __post_init__(self) -> None:
         _require_choice("specialize", self.specialize, ("auto", "never"))
         _require_choice("fuse", self.fuse, ("auto", "always", "never"))
+        _require_choice("recognise", self.recognise, ("auto", "never"))
         if not isinstance(self.strict, bool):
             raise TypeError(f"strict must be True or False, got {self.strict!r}")
 
@@ -55,6 +61,7 @@ class PassContext:
     le: ``a <= b`` as True, False or None, for legality; may add a guard where ``guards_live``.
     prefer: the same for costs, from the example inputs; never adds a guard.
     entered: the graph's outputs and writes as it entered the pipeline.
+    traces: what passes have inlined into this graph.
     """
 
     options: PassOptions = field(default_factory=PassOptions)
@@ -63,6 +70,7 @@ class PassContext:
     le: Oracle = operator.le
     prefer: Oracle = operator.le
     entered: Entered | None = None
+    traces: Traces = field(default_factory=Traces, repr=False, compare=False)
 
 
 @dataclass
@@ -104,16 +112,19 @@ class PassReport:
 
 @dataclass
 class PipelineReport:
-    """What the pipeline did to one graph.
+    """What the passes of one stage did to one graph.
 
+    stage: ``"pre_grad"`` for the graph of Dynamo, in which layers are recognised, ``"post_grad"``
+        for the graph of ATen ops that the other passes rewrite.
     passes: the reports in the order in which the passes ran.
-    inference: whether the graph is one for inference.
+    inference: whether the graph is one for inference; None before that is known.
     before, after: the graph's text, only where ``collect`` asked for it.
     problem: why the graph was put back as it came, or None.
     """
 
     passes: list[PassReport] = field(default_factory=list)
-    inference: bool = True
+    inference: bool | None = True
+    stage: str = "post_grad"
     before: str = ""
     after: str = ""
     problem: str | None = None

@@ -1,4 +1,4 @@
-"""Turn semantic ops that no kernel took into the ATen ops that Inductor fuses by itself."""
+"""Turn ops that no kernel took into the ATen ops that Inductor fuses by itself."""
 
 from __future__ import annotations
 
@@ -8,33 +8,63 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .. import fusion
+from ..ops.hadamard import plain_hadamard
 from ..ops.norm import plain_layer_norm, plain_rms_norm, rounded
 from ..ops.rope import plain_rope
-from ._edit import arguments, calls, inline, replace
+from ._edit import arguments, calls, inline, replace, value_of
 from ._report import PassContext, PassReport
 
 
 def lower_pass(graph: fx.Graph, context: PassContext) -> PassReport:
-    """Inline ``rms_norm``, ``layer_norm`` and ``rope``.
+    """Inline ``rms_norm``, ``layer_norm``, ``rope``, and fused ops that no kernel makes faster.
 
     Invariant: what is inlined is the plain PyTorch that the op's reference runs, traced in
     Inductor's own decompositions, so that the value is the op's and the code is what Inductor would
-    have made of it. Attention that decides at run time, selections and kernels stay ops.
+    have made of it. A fused op that the model itself calls stays where the device's provider has a
+    kernel for it, or where ``fuse="always"`` asks for the reference kernel. Attention that decides
+    at run time, selections, cache writes and kernels stay ops.
     """
     report = PassReport("lower")
-    bodies = _bodies()
-    for node in calls(graph, *bodies):
-        replace(node, inline(graph, node, bodies[node.target], list(arguments(node).values())))
+    semantic, fused = _semantic(), _fused()
+    for node in calls(graph, *semantic):
+        _inline(graph, node, semantic[node.target], context)
         report.matched += 1
+    for node in calls(graph, *fused):
+        which, body = fused[node.target]
+        reason = _reason_to_inline(which, node, context)
+        if reason is not None:
+            _inline(graph, node, body, context)
+            report.rewrite(node, f"its parts: {reason}")
     return report
 
 
-def _bodies() -> dict[Any, Callable[..., Tensor]]:
+def _inline(graph: fx.Graph, node: fx.Node, body: Callable[..., Any], context: PassContext) -> None:
+    replace(node, inline(graph, node, body, list(arguments(node).values()), context.traces))
+
+
+def _reason_to_inline(which: fusion.Fusion, node: fx.Node, context: PassContext) -> str | None:
+    """Why Inductor does better with the parts of a fused op; None where it does not."""
+    if context.options.fuse == "always":
+        return None
+    device = value_of(node.args[0]).device.type
+    return fusion.reason_not_to_fuse(which, "auto", device)
+
+
+def _semantic() -> dict[Any, Callable[..., Tensor]]:
     ops = torch.ops.dsafx
     return {
         ops.rms_norm.default: _rms_norm,
         ops.layer_norm.default: _layer_norm,
         ops.rope.default: _rope,
+    }
+
+
+def _fused() -> dict[Any, tuple[fusion.Fusion, Callable[..., tuple[Tensor, ...]]]]:
+    ops = torch.ops.dsafx
+    return {
+        ops.norm_rope.default: (fusion.NORM_ROPE, _norm_rope),
+        ops.norm_rope_index.default: (fusion.NORM_ROPE_INDEX, _norm_rope_index),
     }
 
 
@@ -48,3 +78,50 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     return rounded(plain_rope(x, cos, sin, style), x.dtype)
+
+
+def _norm_rope(
+    q_c: Tensor,
+    q_weight: Tensor,
+    kv_c: Tensor,
+    kv_weight: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    style: str,
+) -> tuple[Tensor, ...]:
+    return (
+        _rms_norm(q_c, q_weight, eps),
+        _rms_norm(kv_c, kv_weight, eps),
+        _rope(k_pe, cos, sin, style),
+    )
+
+
+def _norm_rope_index(
+    q_c: Tensor,
+    q_weight: Tensor,
+    kv_c: Tensor,
+    kv_weight: Tensor,
+    k_pe: Tensor,
+    index_k: Tensor,
+    index_weight: Tensor,
+    index_bias: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    style: str,
+    index_eps: float,
+    index_style: str,
+    hadamard: bool,
+) -> tuple[Tensor, ...]:
+    wide = plain_layer_norm(index_k, index_weight, index_bias, index_eps)
+    width = 2 * cos.shape[1]
+    parts = (plain_rope(wide[:, :width], cos, sin, index_style), wide[:, width:])
+    if hadamard:
+        key = rounded(plain_hadamard(torch.cat(parts, dim=-1)), index_k.dtype)
+    else:
+        # Rounded before they are joined, which is the same and saves Inductor a wide buffer.
+        key = torch.cat([part.to(index_k.dtype) for part in parts], dim=-1)
+    latents = _norm_rope(q_c, q_weight, kv_c, kv_weight, k_pe, cos, sin, eps, style)
+    return (*latents, key)

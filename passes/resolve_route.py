@@ -50,7 +50,8 @@ def resolve_route_pass(graph: fx.Graph, context: PassContext) -> PassReport:
         bound = limit if dense and symbolic else None
         first = [operands[name] for name in _ATTEND_OPERANDS]
         last = [bound, call.return_lse, spec.config.batch_invariant]
-        replace(node, inline(graph, node, attend, [decision.route, *first, call.scale, *last]))
+        args = [decision.route, *first, call.scale, *last]
+        replace(node, inline(graph, node, attend, args, context.traces))
         report.rewrite(node, f"{decision.route.value}: {decision.reason.value}")
     return report
 

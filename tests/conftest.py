@@ -29,6 +29,15 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("HF_HUB_OFFLINE", "1")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the large matrices to those who ask for them by name."""
+    if "matrix" in config.option.markexpr:
+        return
+    large = [item for item in items if item.get_closest_marker("matrix")]
+    config.hook.pytest_deselected(items=large)
+    items[:] = [item for item in items if item not in large]
+
+
 @pytest.fixture(autouse=True)
 def _fixed_start() -> Iterator[None]:
     torch.manual_seed(0)

@@ -24,6 +24,8 @@ try:
         for name in ("cases", "dispatched", "families", "measure", "peers", "run", "setting")
     )
     command = importlib.import_module("ops")
+    starts = importlib.import_module("_pipeline_start")
+    pipeline = importlib.import_module("pipeline")
 finally:
     sys.path.remove(str(BENCHMARKS))
 
@@ -77,7 +79,13 @@ def test_a_quick_run_writes_what_it_promises(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", list(cases.CASES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name.startswith("compiled") else name
+        for name in cases.CASES
+    ],
+)
 def test_a_case_runs_and_gives_what_its_peer_gives(name, family):
     result = running.run(name, setting(family), measure.QUICK)
     assert result.status is running.Status.MEASURED
@@ -192,3 +200,60 @@ def test_peak_memory_counts_what_a_call_held_and_gave_back():
     trial = measure.try_out(lambda: int(torch.ones(size, dtype=torch.uint8)[-1]), measure.QUICK)
     assert trial.value == 1
     assert 0.9 * size < trial.extra_bytes < 1.5 * size
+
+
+def answer(**changed):
+    said = {"start": 2.0, "passes": 0.02, "layers": 4, "graphs": 1, "hits": 0, "refused": []}
+    return starts.Answer(**{**said, **changed})
+
+
+def test_starts_take_turns_and_only_ratios_are_kept(monkeypatch, tmp_path):
+    started = []
+
+    def start(order, cache, *, warm):
+        started.append((order.backend, warm, cache))
+        return answer(start=2.0 if order.backend == "dsafx" else 1.6, passes=0.0 if warm else 0.02)
+
+    monkeypatch.setattr(pipeline, "_start", start)
+    cold, warm = (pipeline.run(case, 4, 64, measure.QUICK, tmp_path) for case in pipeline.CaseName)
+    assert [backend for backend, _, _ in started] == ["dsafx", "inductor"] * 5
+    assert [was_warm for _, was_warm, _ in started] == [False] * 6 + [True] * 4
+    assert len({cache for _, _, cache in started[:4]}) == 4
+    assert {cache for _, _, cache in started[4:]} == {
+        str(tmp_path / "dsafx"),
+        str(tmp_path / "inductor"),
+    }
+    assert cold.passes_share.median == pytest.approx(0.01)
+    assert cold.passes_ms_per_layer.median == pytest.approx(5)
+    assert (cold.recognised, warm.recognised) == (4, None)
+    assert warm.start == measure.Spread.of([1.25, 1.25])
+    document = json.loads(pipeline.as_json([cold, warm], 64, measure.QUICK, True))
+    assert set(document) == {"versions", "machine", "quick", "tokens", "rules", "results"}
+    assert document["results"][0]["passes_share"]["high"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("said", "warm", "error"),
+    [
+        (answer(hits=1), False, "1 of 1 graphs from the cache"),
+        (answer(hits=0), True, "0 of 1 graphs from the cache"),
+        (answer(refused=["a write is gone"]), False, "put back as it came: a write is gone"),
+    ],
+)
+def test_a_start_that_is_not_what_it_should_be_is_an_error(monkeypatch, said, warm, error):
+    class Done:
+        returncode = 0
+        stdout = json.dumps(vars(said))
+
+    monkeypatch.setattr(pipeline.subprocess, "run", lambda *args, **kwargs: Done)
+    with pytest.raises(RuntimeError, match=error):
+        pipeline._start(starts.Order("dsafx", 4, 64), "cache", warm=warm)
+
+
+@pytest.mark.slow
+def test_the_model_of_the_pipeline_benchmark_is_recognised_and_found_in_the_cache(tmp_path):
+    order = starts.Order("dsafx", 1, 64)
+    cold = pipeline._start(order, str(tmp_path), warm=False)
+    assert cold.layers == 1
+    assert 0 < cold.passes < cold.start
+    assert pipeline._start(order, str(tmp_path), warm=True).passes == 0

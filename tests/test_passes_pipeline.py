@@ -31,6 +31,8 @@ resolve_route: 1 rewritten; mla_attention became dense MHA: no row sees more key
     dense limit, and expanding them costs less
 close_selection: 0 rewritten; index_select removed: nothing reads it
 fuse_norm_rope: 1 rewritten; rope became part of norm_rope_index
+fuse_index_query: 0 rewritten
+fuse_cache_write: 0 rewritten
 lower: 1 rewritten
 verify: 4 proved""",
     )
