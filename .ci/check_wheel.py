@@ -1,4 +1,4 @@
-"""Check that a wheel holds every module of the tree and nothing else.
+"""Check that a wheel holds every module and C++ file of the tree and nothing else.
 
 Usage: ``check_wheel.py WHEEL TREE``
 """
@@ -19,11 +19,12 @@ FLOORS = {
 
 
 def expected(tree: Path) -> set[str]:
-    """What the wheel of ``tree`` must hold: each module, by its name when installed."""
+    """What the wheel of ``tree`` must hold: each source file, by its name when installed."""
     found = {"dsafx/py.typed"}
     for folder, package in FLOORS.items():
         root = tree / folder
-        found |= {f"{package}/{path.relative_to(root).as_posix()}" for path in root.rglob("*.py")}
+        sources = (path for kind in ("*.py", "*.cpp") for path in root.rglob(kind))
+        found |= {f"{package}/{path.relative_to(root).as_posix()}" for path in sources}
     return found
 
 
