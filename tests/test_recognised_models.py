@@ -132,7 +132,7 @@ def test_the_covering_cases_show_each_pair_of_settings_and_are_as_few_as_can_be(
     assert len(set(map(str, every_case()))) == 2 * 2 * 3 * 3 * 2
 
 
-# One compiled graph each: a prefill, or the decode steps after an eager one.
+# A prefill, or the decode steps after an eager one.
 INDUCTOR = [
     ("prefill", Case("deepseek_v32", "sdpa", "none", False, False, (LONG,))),
     ("prefill", Case("deepseek_v32", "eager", "dynamic", True, True, (LONG,))),
@@ -166,9 +166,12 @@ def test_logits_of_recognised_models_through_inductor_are_those_of_transformers(
     with fresh_cache(), collect() as reports:
         actual = logits_of(*compiled, model, case, length)
     torch.testing.assert_close(actual, logits_of(*eager, model, case, length), atol=1e-4, rtol=0)
-    (recognised,) = [each.of("recognise") for each in reports if each.stage == "pre_grad"]
-    assert groups(recognised) == {"0": "selects and attends"}
-    assert backend.graphs == 1
+    # Dynamo calls a backend once more where a float turned out to be no input after all.
+    recognised = [each.of("recognise") for each in reports if each.stage == "pre_grad"]
+    assert [groups(each) for each in recognised] == [{"0": "selects and attends"}] * len(recognised)
+    assert recognised
+    # In a padded decode the mask grows from step to step, which one static graph does not serve.
+    assert backend.graphs == (2 if phase == "decode" and case.padded else 1)
 
 
 @pytest.mark.parametrize(
