@@ -174,12 +174,14 @@ def attend(
     config = layer.config
     if dropout:
         raise NotImplementedError(_dropout_message(f"layer {layer.layer_idx}", dropout))
-    batch, _, rows, _ = query.shape
     mask = attention_mask[:, 0]
-    if config.schedule[layer.layer_idx] == "shared":
-        key_len = key.shape[2]
+
+    def step() -> Step:
+        batch, rows, key_len = query.shape[0], query.shape[2], key.shape[2]
         ks, ke = packed_rows(mask, batch, rows, key_len)
-        step = Step(ks, ke, key_len, rows, masked=not is_interval(mask))
+        return Step(ks, ke, key_len, rows, masked=not is_interval(mask))
+
+    if config.schedule[layer.layer_idx] == "shared":
         note(layer, step, config.is_followed(layer.layer_idx))
     q_nope, q_pe = torch.split(query, [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
     out = attend_requests(

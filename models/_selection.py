@@ -104,12 +104,14 @@ def plan(layer: LayerRouting, step: Step, other_consumers: bool) -> routing.Deci
     return decision
 
 
-def note(layer: LayerRouting, step: Step, other_consumers: bool) -> None:
-    """Put what ``decide`` answers for ``step`` on record, where somebody records eager calls.
+def note(layer: LayerRouting, make_step: Callable[[], Step], other_consumers: bool) -> None:
+    """Put what ``decide`` answers for a step on record, where somebody records eager calls.
 
-    For a layer that has nothing to plan, since its selection was its leader's to decide.
+    For a layer that has nothing to plan, since its selection was its leader's to decide: the step
+    is made for the record alone.
     """
     if not torch.compiler.is_compiling() and recording():
+        step = make_step()
         layer.record(step, layer.decide(step, other_consumers))
 
 
