@@ -144,7 +144,8 @@ def _sum_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.reshape(-1, rows.shape[-1]).sum(0).to(dtype)
 
 
-def _rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What ``rms_norm`` means, in plain PyTorch."""
     return rounded(plain_rms_norm(x, weight, eps), x.dtype)
 
 
@@ -163,7 +164,8 @@ def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*grads, None)
 
 
-def _layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """What ``layer_norm`` means, in plain PyTorch."""
     return rounded(plain_layer_norm(x, weight, bias, eps), x.dtype)
 
 
@@ -184,7 +186,7 @@ def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _rms_norm = define_op(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
-    reference=_rms_norm_reference,
+    reference=rms_norm_reference,
     fake=_rms_norm_fake,
     backward=_rms_norm_backward,
     setup_context=_rms_norm_setup,
@@ -192,7 +194,7 @@ _rms_norm = define_op(
 
 _layer_norm = define_op(
     "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor",
-    reference=_layer_norm_reference,
+    reference=layer_norm_reference,
     fake=_layer_norm_fake,
     backward=_layer_norm_backward,
     setup_context=_layer_norm_setup,

@@ -189,7 +189,7 @@ def _plain_index_key_backward(
     )
 
 
-def _norm_rope_reference(
+def norm_rope_reference(
     q_c: Tensor,
     q_weight: Tensor,
     kv_c: Tensor,
@@ -200,6 +200,7 @@ def _norm_rope_reference(
     eps: float,
     style: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``norm_rope`` means, in plain PyTorch."""
     return (
         rounded(plain_rms_norm(q_c, q_weight, eps), q_c.dtype),
         rounded(plain_rms_norm(kv_c, kv_weight, eps), kv_c.dtype),
@@ -263,7 +264,7 @@ def _norm_rope_index_reference(
         index_k, index_weight, index_bias, cos, sin, index_eps, index_style, hadamard
     )
     return (
-        *_norm_rope_reference(q_c, q_weight, kv_c, kv_weight, k_pe, cos, sin, eps, style),
+        *norm_rope_reference(q_c, q_weight, kv_c, kv_weight, k_pe, cos, sin, eps, style),
         rounded(key, index_k.dtype),
     )
 
@@ -309,7 +310,7 @@ def _norm_rope_index_backward(
 _norm_rope = define_op(
     "norm_rope(Tensor q_c, Tensor q_weight, Tensor kv_c, Tensor kv_weight, Tensor k_pe, "
     "Tensor cos, Tensor sin, float eps, str style) -> (Tensor, Tensor, Tensor)",
-    reference=_norm_rope_reference,
+    reference=norm_rope_reference,
     fake=_norm_rope_fake,
     backward=_norm_rope_backward,
     setup_context=_norm_rope_setup,

@@ -90,7 +90,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, reads: bool, writes: bool) -> T
     return torch.stack((y1, y2), dim=-1).flatten(-2) if writes else torch.cat((y1, y2), dim=-1)
 
 
-def _reference(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    """What ``rope`` means, in plain PyTorch."""
     return rounded(plain_rope(x, cos, sin, style), x.dtype)
 
 
@@ -112,7 +113,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _op = define_op(
     "rope(Tensor x, Tensor cos, Tensor sin, str style) -> Tensor",
-    reference=_reference,
+    reference=rope_reference,
     fake=_fake,
     backward=_backward,
     setup_context=_setup_context,

@@ -11,7 +11,7 @@ from .. import fusion
 from ._edit import calls, value_of
 from ._norm_rope import NormRope, find, rewrite
 from ._report import PassContext, PassReport
-from ._torch_compat import OpOverload, is_erased
+from ._torch_compat import is_erased
 
 
 def fuse_norm_rope_pass(graph: fx.Graph, context: PassContext) -> PassReport:
@@ -50,15 +50,8 @@ def _fuse(graph: fx.Graph, group: NormRope) -> str | None:
     op = ops.norm_rope_index.default if group.has_index_key else ops.norm_rope.default
 
     def fused(operands: dict[str, Any]) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = op(*in_order(op, operands))
+        results: tuple[Tensor, ...] = op(**operands)
         return results
 
     outcome = rewrite(graph, group, fused, max(group.parts))
     return outcome if isinstance(outcome, str) else None
-
-
-def in_order(op: OpOverload, operands: dict[str, Any]) -> list[Any]:
-    """Arguments by name in the order of the schema, defaults where there is none."""
-    return [
-        operands.get(parameter.name, parameter.default_value) for parameter in op._schema.arguments
-    ]

@@ -10,8 +10,9 @@ from torch import Tensor, fx
 
 from .. import fusion
 from ..ops.hadamard import plain_hadamard
-from ..ops.norm import plain_layer_norm, plain_rms_norm, rounded
-from ..ops.rope import plain_rope
+from ..ops.norm import layer_norm_reference, plain_layer_norm, rms_norm_reference, rounded
+from ..ops.norm_rope import norm_rope_reference
+from ..ops.rope import plain_rope, rope_reference
 from ._edit import arguments, calls, inline, replace, value_of
 from ._report import PassContext, PassReport
 
@@ -54,48 +55,18 @@ def _reason_to_inline(which: fusion.Fusion, node: fx.Node, context: PassContext)
 def _semantic() -> dict[Any, Callable[..., Tensor]]:
     ops = torch.ops.dsafx
     return {
-        ops.rms_norm.default: _rms_norm,
-        ops.layer_norm.default: _layer_norm,
-        ops.rope.default: _rope,
+        ops.rms_norm.default: rms_norm_reference,
+        ops.layer_norm.default: layer_norm_reference,
+        ops.rope.default: rope_reference,
     }
 
 
 def _fused() -> dict[Any, tuple[fusion.Fusion, Callable[..., tuple[Tensor, ...]]]]:
     ops = torch.ops.dsafx
     return {
-        ops.norm_rope.default: (fusion.NORM_ROPE, _norm_rope),
+        ops.norm_rope.default: (fusion.NORM_ROPE, norm_rope_reference),
         ops.norm_rope_index.default: (fusion.NORM_ROPE_INDEX, _norm_rope_index),
     }
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return rounded(plain_rms_norm(x, weight, eps), x.dtype)
-
-
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return rounded(plain_layer_norm(x, weight, bias, eps), x.dtype)
-
-
-def _rope(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    return rounded(plain_rope(x, cos, sin, style), x.dtype)
-
-
-def _norm_rope(
-    q_c: Tensor,
-    q_weight: Tensor,
-    kv_c: Tensor,
-    kv_weight: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    style: str,
-) -> tuple[Tensor, ...]:
-    return (
-        _rms_norm(q_c, q_weight, eps),
-        _rms_norm(kv_c, kv_weight, eps),
-        _rope(k_pe, cos, sin, style),
-    )
 
 
 def _norm_rope_index(
@@ -123,5 +94,5 @@ def _norm_rope_index(
     else:
         # Rounded before they are joined, which is the same and saves Inductor a wide buffer.
         key = torch.cat([part.to(index_k.dtype) for part in parts], dim=-1)
-    latents = _norm_rope(q_c, q_weight, kv_c, kv_weight, k_pe, cos, sin, eps, style)
+    latents = norm_rope_reference(q_c, q_weight, kv_c, kv_weight, k_pe, cos, sin, eps, style)
     return (*latents, key)
