@@ -198,8 +198,13 @@ def _copy(
     return copied
 
 
-def _set_provenance(node: fx.Node, origin: fx.Node) -> None:
+def copy_provenance(node: fx.Node, origin: fx.Node) -> None:
+    """Say of a new node where the code of ``origin`` came from."""
     node.meta.update({key: origin.meta[key] for key in _PROVENANCE if key in origin.meta})
+
+
+def _set_provenance(node: fx.Node, origin: fx.Node) -> None:
+    copy_provenance(node, origin)
     node.meta[ORIGIN] = origin.name
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from ..ops._requests import normed_requests, packed_angles, rotated_requests
 from ._dsa_layers import owner_of
+from ._edit import copy_provenance
 from ._match import Match, Mismatch, Pattern, called, erase_unread, match
 from ._norm_patterns import HALF_SPLIT, INTERLEAVED_TO_HALF, LAYER_NORM, RMS_NORM
 
@@ -29,7 +30,6 @@ _FORMS = {
     "cat": _Form("rope", INTERLEAVED_TO_HALF, "interleaved_to_half"),
     "add": _Form("rope", HALF_SPLIT, "half"),
 }
-_KEPT = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
 
 def recognise_norms(graph: fx.Graph, paths: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -61,7 +61,6 @@ def _replace(
     graph: fx.Graph, node: fx.Node, form: _Form, found: Match, angles: dict[fx.Node, fx.Node]
 ) -> None:
     x = found["x"]
-    kept = {key: node.meta[key] for key in _KEPT if key in node.meta}
     with graph.inserting_before(node):
         if form.style is None:
             arguments = (x, found["weight"], found.bound.get("bias"), found["eps"])
@@ -70,10 +69,11 @@ def _replace(
             for name in ("cos", "sin"):
                 if found[name] not in angles:
                     angles[found[name]] = graph.call_function(packed_angles, (found[name], x))
-                    angles[found[name]].meta.update(kept)
+                    copy_provenance(angles[found[name]], node)
             turn = (angles[found["cos"]], angles[found["sin"]], form.style, found["heads_dim"])
             new = graph.call_function(rotated_requests, (x, *turn))
-    new.meta.update(kept, example_value=node.meta["example_value"])
+    copy_provenance(new, node)
+    new.meta["example_value"] = node.meta["example_value"]
     node.replace_all_uses_with(new)
     erase_unread(graph, found.nodes)
 

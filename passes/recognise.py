@@ -18,6 +18,7 @@ from ..ops._requests import (
     select_requests,
 )
 from ._dsa_layers import Attention, Layers, Selection, find_layers
+from ._edit import copy_provenance
 from ._match import called, erase_unread, writes
 from ._recognise_norms import recognise_norms
 from ._report import PassReport
@@ -101,32 +102,24 @@ def _rewrite(graph: fx.Graph, group: _Group, visibility: dict[fx.Node, fx.Node])
         weights = graph.call_function(torch.mul, (operands["weights"], operands["index_scale"]))
         arguments = (operands["query"], operands["keys"], weights, seen, leader.topk)
         selected = graph.call_function(select_requests, arguments)
-        foreign = graph.call_function(foreign_indices, (selected, operands["width"]))
-    for node in (weights, selected, foreign):
-        _copy_provenance(node, leader.node)
-    foreign.meta["example_value"] = leader.node.meta["example_value"]
-    for output in group.outputs:
-        output.replace_input_with(leader.node, foreign)
+    for node in (weights, selected):
+        copy_provenance(node, leader.node)
+    if group.outputs:
+        with graph.inserting_before(leader.node):
+            foreign = graph.call_function(foreign_indices, (selected, operands["width"]))
+        copy_provenance(foreign, leader.node)
+        foreign.meta["example_value"] = leader.node.meta["example_value"]
+        for output in group.outputs:
+            output.replace_input_with(leader.node, foreign)
     for each in group.followers:
-        found = each.match
-        names = ("q_nope", "q_pe", "kv_c", "k_pe", "kv_b_weight")
+        last = (selected, seen, leader.topk, each.match["scale"], _SPEC)
         with graph.inserting_before(each.node):
-            attended = graph.call_function(
-                attend_requests,
-                (
-                    *(found[name] for name in names),
-                    selected,
-                    seen,
-                    leader.topk,
-                    found["scale"],
-                    _SPEC,
-                ),
-            )
-        _copy_provenance(attended, each.node)
+            attended = graph.call_function(attend_requests, (*_operands(each), *last))
+        copy_provenance(attended, each.node)
         attended.meta["example_value"] = each.node.meta["example_value"]
         each.node.replace_all_uses_with(attended)
         erase_unread(graph, each.match.nodes)
-    erase_unread(graph, [*operands.nodes, foreign])
+    erase_unread(graph, operands.nodes)
 
 
 def _operands(layer: Selection | Attention) -> list[fx.Node]:
@@ -176,7 +169,7 @@ def _visibility_of(graph: fx.Graph, leader: Selection, known: dict[fx.Node, fx.N
     if causal is not None:
         with graph.inserting_before(causal.compare):
             node = graph.call_function(causal_intervals, (causal.kv, causal.q))
-        _copy_provenance(node, causal.compare)
+        copy_provenance(node, causal.compare)
     else:
         seen = condition(mask)
         if seen is None:
@@ -187,15 +180,9 @@ def _visibility_of(graph: fx.Graph, leader: Selection, known: dict[fx.Node, fx.N
             raise _Declined(f"its mask has the shape {list(shape)}")
         with graph.inserting_after(seen):
             node = graph.call_function(torch.select, (seen, 1, 0))
-        _copy_provenance(node, seen)
+        copy_provenance(node, seen)
     known[mask] = node
     return node
-
-
-def _copy_provenance(node: fx.Node, origin: fx.Node) -> None:
-    for key in ("nn_module_stack", "source_fn_stack", "stack_trace"):
-        if key in origin.meta:
-            node.meta[key] = origin.meta[key]
 
 
 def _summed(found: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
