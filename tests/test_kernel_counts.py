@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -14,76 +14,51 @@ from torch._inductor.utils import fresh_cache
 from dsafx import ops
 
 ROWS, LATENT, ROTATED, DIM, HEADS = 40, 64, 16, 48, 4
+Parts: TypeAlias = dict[str, Tensor]
 
 
-def operands(dtype: torch.dtype) -> tuple[Tensor, ...]:
+def operands(dtype: torch.dtype) -> Parts:
     torch.manual_seed(0)
     angle = torch.randn(ROWS, ROTATED // 2)
-    shapes = ((ROWS, LATENT), (ROWS, LATENT), (ROWS, ROTATED), (ROWS, DIM), (ROWS, HEADS, DIM))
-    rows = [torch.randn(shape).to(dtype) for shape in shapes]
-    weights = [torch.rand(size).to(dtype) for size in (LATENT, LATENT, DIM, DIM)]
-    return (*rows, *weights, angle.cos(), angle.sin())
+    rows = {"q_c": (LATENT,), "kv_c": (LATENT,), "k_pe": (ROTATED,), "index_k": (DIM,)}
+    rows["index_q"] = (HEADS, DIM)
+    weights = {"q_weight": LATENT, "kv_weight": LATENT, "k_weight": DIM, "k_bias": DIM}
+    return {
+        **{name: torch.randn(ROWS, *shape).to(dtype) for name, shape in rows.items()},
+        **{name: torch.rand(size).to(dtype) for name, size in weights.items()},
+        "cos": angle.cos(),
+        "sin": angle.sin(),
+    }
 
 
-def semantic(
-    q_c: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    index_k: Tensor,
-    index_q: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    k_weight: Tensor,
-    k_bias: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, ...]:
+def semantic(a: Parts) -> tuple[Tensor, ...]:
     """The norms and rotations of one layer with its indexer."""
-    key = ops.layer_norm(index_k, k_weight, k_bias, 1e-6)
+    cos, sin = a["cos"], a["sin"]
+    key = ops.layer_norm(a["index_k"], a["k_weight"], a["k_bias"], 1e-6)
     turned = [
         torch.cat([ops.rope(x[..., :ROTATED], cos, sin, "half"), x[..., ROTATED:]], dim=-1)
-        for x in (key, index_q)
+        for x in (key, a["index_q"])
     ]
-    q_c, kv_c = ops.rms_norm(q_c, q_weight, 1e-6), ops.rms_norm(kv_c, kv_weight, 1e-6)
-    return q_c, kv_c, ops.rope(k_pe, cos, sin, "interleaved"), *turned
+    q_c = ops.rms_norm(a["q_c"], a["q_weight"], 1e-6)
+    kv_c = ops.rms_norm(a["kv_c"], a["kv_weight"], 1e-6)
+    return q_c, kv_c, ops.rope(a["k_pe"], cos, sin, "interleaved"), *turned
 
 
-def fused(
-    q_c: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    index_k: Tensor,
-    index_q: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    k_weight: Tensor,
-    k_bias: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, ...]:
+def fused(a: Parts) -> tuple[Tensor, ...]:
     """The same with the fused op, for which a CPU has no kernel."""
+    cos, sin, index_q = a["cos"], a["sin"], a["index_q"]
     query = torch.cat(
         [ops.rope(index_q[..., :ROTATED], cos, sin, "half"), index_q[..., ROTATED:]], dim=-1
     )
-    norms = (q_c, q_weight, kv_c, kv_weight, k_pe, index_k, k_weight, k_bias)
+    latents = (a["q_c"], a["q_weight"], a["kv_c"], a["kv_weight"], a["k_pe"])
+    norms = (*latents, a["index_k"], a["k_weight"], a["k_bias"])
     made = ops.norm_rope_index(*norms, cos, sin, 1e-6, "interleaved", 1e-6, "half")
     return *made, query
 
 
-def plain(
-    q_c: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    index_k: Tensor,
-    index_q: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    k_weight: Tensor,
-    k_bias: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, ...]:
+def plain(a: Parts) -> tuple[Tensor, ...]:
     """The same as one writes it without this package."""
+    cos, sin, index_k, k_pe = a["cos"], a["sin"], a["index_k"], a["k_pe"]
 
     def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()
@@ -101,12 +76,12 @@ def plain(
 
     centred = index_k.float() - index_k.float().mean(-1, keepdim=True)
     scaled = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-6)
-    key = (scaled * k_weight.float() + k_bias.float()).to(index_k.dtype)
+    key = (scaled * a["k_weight"].float() + a["k_bias"].float()).to(index_k.dtype)
     first, second = k_pe.float().unflatten(-1, (-1, 2)).unbind(-1)
     pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
     k_pe = pairs.flatten(-2).to(k_pe.dtype)
-    latents = rms_norm(q_c, q_weight), rms_norm(kv_c, kv_weight)
-    return *latents, k_pe, rotate_first(key), rotate_first(index_q)
+    latents = rms_norm(a["q_c"], a["q_weight"]), rms_norm(a["kv_c"], a["kv_weight"])
+    return *latents, k_pe, rotate_first(key), rotate_first(a["index_q"])
 
 
 def kernels(
@@ -117,7 +92,7 @@ def kernels(
     metrics.reset()
     with fresh_cache(), torch.no_grad():
         results = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(
-            *operands(dtype)
+            operands(dtype)
         )
     return metrics.generated_kernel_count, results
 
