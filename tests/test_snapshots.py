@@ -11,44 +11,16 @@ from collections import Counter
 from typing import Any
 
 import torch
-from _tiny import TOPK, glm_config
+from _packed_layer import build, inputs
 from _uncompiled import passes_only
 from expecttest import assert_expected_inline
-from torch import Tensor, fx, nn
 
-from dsafx import ops
-from dsafx.models.config import DSAConfig
-from dsafx.models.layer import DSAAttention
-from dsafx.ops.norm import plain_layer_norm, plain_rms_norm
-from dsafx.ops.rope import plain_rope
 from dsafx.passes import collect
 
-CAPACITY = 64
-ONE_LAYER = {"num_hidden_layers": 1, "indexer_types": ["full"]}
 NAMED = re.compile(r"^\w+(?=:)|\barg\d+_1\b")
 NUMBER = re.compile(r"\d*(_\d+)?$")
 WORD = re.compile(r"(?<![\w.])[a-z]\w*\b")
 SHOWN = re.compile(r"^(inputs|\w+: (dsafx\.\w+|aten\.(mm|bmm|index_put|copy_)\(|output)|output)")
-
-
-def build(kind: type[DSAAttention] = DSAAttention) -> DSAAttention:
-    torch.manual_seed(0)
-    return kind(DSAConfig.from_transformers(glm_config(**ONE_LAYER))).eval()
-
-
-def inputs(tokens: int, length: int) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-    """Of a step whose ``tokens`` queries are the last of ``length`` tokens in a static cache."""
-    angles = torch.arange(tokens * 4).view(tokens, 4) * 0.1
-    ends = torch.arange(length - tokens + 1, length + 1, dtype=torch.int32)
-    caches = {
-        "kv_c_cache": torch.zeros(CAPACITY, 32),
-        "k_pe_cache": torch.zeros(CAPACITY, 8),
-        "index_k_cache": torch.zeros(CAPACITY, 16),
-        "write_positions": torch.arange(length - tokens, length),
-    }
-    hidden = torch.randn(tokens, 64)
-    rows = (hidden, angles.cos(), angles.sin(), torch.zeros_like(ends), ends)
-    return (*rows, length, tokens), caches
 
 
 class Names:
@@ -305,109 +277,3 @@ index_select: dsafx.index_select(getitem_13, index_put_2, getitem_14, arg_17, ar
 sparse_mla: dsafx.sparse_mla(permute_8, cat_2, index_put, index_put_1, index_select, arg_17, 0.2041241452319315, False)
 fuse_norm_rope: 1 rewritten; rope_1 became part of norm_rope_index""",
     )
-
-
-class ShortPrefillByHand(DSAAttention):
-    """What somebody would write for prompts of at most K tokens: no selection, dense attention."""
-
-    def forward(  # type: ignore[override]
-        self,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        ks: Tensor,
-        ke: Tensor,
-        max_kv_len: int,
-        max_query_len: int,
-        *,
-        kv_c_cache: Tensor,
-        k_pe_cache: Tensor,
-        index_k_cache: Tensor,
-        write_positions: Tensor,
-    ) -> Tensor:
-        heads, nope, rope, v = 4, 16, 8, 24
-        latent, k_pe = self.kv_a_proj_with_mqa(hidden).split([32, rope], dim=-1)
-        kv_c = plain_rms_norm(latent, self.kv_a_layernorm.weight, 1e-6)
-        k_pe = plain_rope(k_pe, cos, sin, "interleaved_to_half")
-        norm = self.indexer.k_norm
-        index_k = plain_layer_norm(self.indexer.wk(hidden), norm.weight, norm.bias, 1e-6)
-        turned, passed = index_k.split([rope, 8], dim=-1)
-        turned = plain_rope(turned, cos, sin, "interleaved_to_half")
-        index_k_cache.index_copy_(0, write_positions, torch.cat((turned, passed), dim=-1))
-        kv_c = kv_c_cache.index_copy_(0, write_positions, kv_c)
-        k_pe = k_pe_cache.index_copy_(0, write_positions, k_pe)
-        q_c = plain_rms_norm(self.q_a_proj(hidden), self.q_a_layernorm.weight, 1e-6)
-        q = self.q_b_proj(q_c).view(hidden.shape[0], heads, -1)
-        q_nope, q_pe = q.split([nope, rope], dim=-1)
-        q_pe = plain_rope(q_pe, cos, sin, "interleaved_to_half")
-        kv = torch.mm(kv_c, self.kv_b_proj.weight.t()).view(CAPACITY, heads, nope + v)
-        k = torch.cat([kv[..., :nope], k_pe[:, None].expand(-1, heads, -1)], dim=-1)
-        out, _ = ops.dense_mha(
-            torch.cat([q_nope, q_pe], dim=-1),
-            k,
-            kv[..., nope:],
-            ks,
-            ke,
-            max_kv_len,
-            self.config.softmax_scale,
-            return_lse=False,
-        )
-        return self.o_proj(out.flatten(1))
-
-
-def canonical(graph: fx.Graph) -> list[str]:
-    """Each output and write as an expression, which no order and no name of nodes can change.
-
-    Inputs are told apart by dtype, shape, and their order among those that are alike.
-    """
-    terms: dict[fx.Node, str] = {}
-    alike: dict[str, int] = {}
-
-    results = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            value = node.meta["val"]
-            kind = f"{value.dtype}{list(value.shape)}"
-            alike[kind] = alike.get(kind, -1) + 1
-            terms[node] = f"{kind}.{alike[kind]}"
-        elif node.op == "output":
-            results += [terms[each] for each in node.all_input_nodes]
-        else:
-            arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: _Term(terms[n]))
-            terms[node] = f"{node.target}{arguments}"
-            if node.is_impure() or node.target is torch.ops.aten.copy_.default:
-                results.append(terms[node])
-    return sorted(results)
-
-
-class _Term(str):
-    __repr__ = str.__str__
-
-
-def compiled_graph(layer: nn.Module, take_first: bool) -> list[str]:
-    graphs: list[list[str]] = []
-
-    def record(graph: fx.Graph) -> None:
-        graphs.append(canonical(graph))
-
-    def step(args, caches):
-        result = layer(*args, **caches)
-        return result[0] if take_first else result
-
-    compiled = torch.compile(
-        step,
-        backend=passes_only,
-        fullgraph=True,
-        dynamic=False,
-        options={"post_grad_custom_post_pass": record},
-    )
-    with torch.no_grad():
-        compiled(*inputs(12, 12))
-    return graphs[0]
-
-
-def test_the_short_prefill_graph_is_that_of_a_layer_written_by_hand():
-    assert TOPK > 12
-    by_hand = compiled_graph(build(ShortPrefillByHand), take_first=False)
-    assert compiled_graph(build(), take_first=True) == by_hand
-    assert any("dsafx.dense_mha" in term for term in by_hand)

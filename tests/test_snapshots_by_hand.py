@@ -1,9 +1,8 @@
-"""A routed and fused layer is node for node the layer that one writes by hand with final ops."""
+"""A routed layer, fused or not, is node for node the layer that one writes by hand."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import _layer_parts as _parts
@@ -24,22 +23,21 @@ from _layer_parts import (
     latents,
     operands,
 )
-from _tiny import TOPK, deepseek_config, glm_config
+from _packed_layer import CAPACITY, build, inputs
+from _tiny import TOPK
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from dsafx import ops
-from dsafx.models.config import DSAConfig
 from dsafx.models.layer import DSAAttention
 from dsafx.ops.index_cache import index_cache_write
 from dsafx.ops.index_query import index_query
 from dsafx.ops.mla_cache import mla_cache_write
+from dsafx.ops.norm import plain_layer_norm, plain_rms_norm
 from dsafx.ops.norm_rope_write import norm_rope_index_write
 from dsafx.ops.rope import plain_rope
 
-CAPACITY = 64
 SHORT, LONG = 12, 40
-CONFIGS: dict[str, Callable[..., Any]] = {"deepseek": deepseek_config, "glm": glm_config}
 SHOWN = re.compile(r"^\w+: (dsafx\.\w+|aten\.(mm|bmm|index_put|copy_)\()")
 
 
@@ -129,37 +127,13 @@ class ByHand(DSAAttention):
         return out.transpose(0, 1)
 
 
-def build(kind: type[DSAAttention], family: str, with_indexer: bool) -> DSAAttention:
-    torch.manual_seed(0)
-    changes = {} if family == "deepseek" else {"indexer_types": ["full", "shared", "full", "full"]}
-    config = DSAConfig.from_transformers(CONFIGS[family](**changes))
-    return kind(config, 0 if with_indexer else 1).eval()
-
-
-def inputs(tokens: int, with_indexer: bool) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-    torch.manual_seed(1)
-    angles = torch.arange(tokens * 4).view(tokens, 4) * 0.1
-    ends = torch.arange(1, tokens + 1, dtype=torch.int32)
-    caches = {
-        "kv_c_cache": torch.zeros(CAPACITY, 32),
-        "k_pe_cache": torch.zeros(CAPACITY, 8),
-        "write_positions": torch.arange(tokens),
-    }
-    if with_indexer:
-        caches["index_k_cache"] = torch.zeros(CAPACITY, 16)
-    else:
-        caches["indices"] = ops.causal_positions(ends * 0, ends, tokens, TOPK)
-    rows = (torch.randn(tokens, 64), angles.cos(), angles.sin(), ends * 0, ends)
-    return (*rows, tokens, tokens), caches
-
-
 def both(family: str, with_indexer: bool, tokens: int) -> tuple[str, str, str, bool]:
     """Our graph, the graph by hand, our report, and whether results and caches are equal."""
     graphs, results = [], []
     report = ""
     for kind in (ByHand, DSAAttention):
         layer = build(kind, family, with_indexer)
-        rows, caches = inputs(tokens, with_indexer)
+        rows, caches = inputs(tokens, with_indexer=with_indexer)
 
         def step(rows: Any, caches: Any, layer: Any = layer) -> Tensor:
             return layer(*rows, **caches)[0]
@@ -293,3 +267,72 @@ fuse_norm_rope: 1 rewritten; rope became part of norm_rope
 fuse_index_query: 0 rewritten
 fuse_cache_write: 0 rewritten""",
     )
+
+
+class ShortPrefillByHand(DSAAttention):
+    """What somebody would write for prompts of at most K tokens: no selection, dense attention."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        ks: Tensor,
+        ke: Tensor,
+        max_kv_len: int,
+        max_query_len: int,
+        *,
+        kv_c_cache: Tensor,
+        k_pe_cache: Tensor,
+        index_k_cache: Tensor,
+        write_positions: Tensor,
+    ) -> Tensor:
+        heads, nope, rope, v = 4, 16, 8, 24
+        latent, k_pe = self.kv_a_proj_with_mqa(hidden).split([32, rope], dim=-1)
+        kv_c = plain_rms_norm(latent, self.kv_a_layernorm.weight, 1e-6)
+        k_pe = plain_rope(k_pe, cos, sin, "interleaved_to_half")
+        norm = self.indexer.k_norm
+        index_k = plain_layer_norm(self.indexer.wk(hidden), norm.weight, norm.bias, 1e-6)
+        turned, passed = index_k.split([rope, 8], dim=-1)
+        turned = plain_rope(turned, cos, sin, "interleaved_to_half")
+        index_k_cache.index_copy_(0, write_positions, torch.cat((turned, passed), dim=-1))
+        kv_c = kv_c_cache.index_copy_(0, write_positions, kv_c)
+        k_pe = k_pe_cache.index_copy_(0, write_positions, k_pe)
+        q_c = plain_rms_norm(self.q_a_proj(hidden), self.q_a_layernorm.weight, 1e-6)
+        q = self.q_b_proj(q_c).view(hidden.shape[0], heads, -1)
+        q_nope, q_pe = q.split([nope, rope], dim=-1)
+        q_pe = plain_rope(q_pe, cos, sin, "interleaved_to_half")
+        kv = torch.mm(kv_c, self.kv_b_proj.weight.t()).view(CAPACITY, heads, nope + v)
+        k = torch.cat([kv[..., :nope], k_pe[:, None].expand(-1, heads, -1)], dim=-1)
+        out, _ = ops.dense_mha(
+            torch.cat([q_nope, q_pe], dim=-1),
+            k,
+            kv[..., nope:],
+            ks,
+            ke,
+            max_kv_len,
+            self.config.softmax_scale,
+            return_lse=False,
+        )
+        return self.o_proj(out.flatten(1))
+
+
+def final(layer: nn.Module, take_first: bool) -> tuple[list[str], list[Tensor]]:
+    """The graph behind all passes; the layer's output and the caches that it wrote."""
+    rows, caches = inputs(12)
+
+    def step(args: Any, caches: Any) -> Tensor:
+        result = layer(*args, **caches)
+        return result[0] if take_first else result
+
+    graph, result, _ = final_graph(step, rows, caches)
+    return graph.split("\n"), [result, *caches.values()]
+
+
+def test_the_short_prefill_graph_is_that_of_a_layer_written_by_hand():
+    assert TOPK > 12
+    by_hand, expected = final(build(ShortPrefillByHand), take_first=False)
+    ours, results = final(build(), take_first=True)
+    assert ours == by_hand
+    assert any("dsafx.dense_mha" in term for term in by_hand)
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
