@@ -49,13 +49,13 @@ def attend(
         out = torch.bmm(latent.transpose(0, 1), by_head[:, nope:].transpose(1, 2))
         return out.transpose(0, 1).contiguous(), lse
     expanded = torch.mm(kv_c, weight.t()).view(kv_c.shape[0], heads, width)
-    v = expanded[..., nope:]
-    q = torch.cat([q_nope, q_pe], dim=-1)
-    k = torch.cat([expanded[..., :nope], k_pe[:, None].expand(-1, heads, -1)], dim=-1)
+    k_nope, v = expanded[..., :nope], expanded[..., nope:]
     if route is routing.Route.DENSE_MHA:
-        return dense_mha(q, k, v, ks, ke, max_kv_len, scale, bound, return_lse)
+        return dense_mha(
+            q_nope, k_nope, v, ks, ke, max_kv_len, scale, bound, return_lse, q_pe, k_pe
+        )
     assert indices is not None
-    return masked_mha(q, k, v, indices, ks, ke, scale, return_lse)
+    return masked_mha(q_nope, k_nope, v, indices, ks, ke, scale, return_lse, q_pe, k_pe)
 
 
 def promoted_dtype(*tensors: Tensor) -> torch.dtype:

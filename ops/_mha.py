@@ -18,10 +18,26 @@ from ._softmax import softmax_backward, softmax_lse
 from .index_scores import visible_keys
 
 
-def check_mha_inputs(q: Tensor, k: Tensor, v: Tensor, ks: Tensor, ke: Tensor) -> None:
-    """q [T, N, P + R], k [S, N, P + R], v [S, N, V], ks and ke [T]; one dtype, one device."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        require_rank(name, tensor, 3)
+def check_mha_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ks: Tensor,
+    ke: Tensor,
+    q_pe: Tensor | None,
+    k_pe: Tensor | None,
+) -> None:
+    """The operands that dense and masked attention share; one dtype, one device."""
+    tensors = {"q": q, "k": k, "v": v}
+    ranks = dict.fromkeys(tensors, 3)
+    if q_pe is not None and k_pe is not None:
+        tensors |= {"q_pe": q_pe, "k_pe": k_pe}
+        ranks |= {"q_pe": 3, "k_pe": 2}
+    elif q_pe is not k_pe:
+        given, missing = ("q_pe", "k_pe") if k_pe is None else ("k_pe", "q_pe")
+        raise ValueError(f"q_pe and k_pe come together or not at all, got {given} and no {missing}")
+    for name, tensor in tensors.items():
+        require_rank(name, tensor, ranks[name])
         require_floating(name, tensor)
         if tensor.dtype != q.dtype:
             raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
@@ -29,8 +45,36 @@ def check_mha_inputs(q: Tensor, k: Tensor, v: Tensor, ks: Tensor, ke: Tensor) ->
     require_size("k", k, 2, q.shape[2], "the head dim of q")
     require_size("v", v, 0, k.shape[0], "the keys of k")
     require_size("v", v, 1, q.shape[1], "the heads of q")
+    if q_pe is not None and k_pe is not None:
+        require_size("q_pe", q_pe, 0, q.shape[0], "the tokens of q")
+        require_size("q_pe", q_pe, 1, q.shape[1], "the heads of q")
+        require_size("k_pe", k_pe, 0, k.shape[0], "the keys of k")
+        require_size("k_pe", k_pe, 1, q_pe.shape[2], "the rotated dims of q_pe")
     require_interval(ks, ke, q.shape[0])
-    require_same_device(q=q, k=k, v=v, ks=ks, ke=ke)
+    require_same_device(**tensors, ks=ks, ke=ke)
+
+
+def joined(q: Tensor, k: Tensor, q_pe: Tensor | None, k_pe: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q [T, N, P + R] and k [S, N, P + R], put together where their rotated parts came apart."""
+    if q_pe is None or k_pe is None:
+        return q, k
+    shared = k_pe[:, None].expand(-1, k.shape[1], -1)
+    return torch.cat([q, q_pe], dim=-1), torch.cat([k, shared], dim=-1)
+
+
+def parted(
+    grad_q: Tensor, grad_k: Tensor, q_pe: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of the q, k, q_pe and k_pe that ``joined`` took, from those of what it gave."""
+    if q_pe is None:
+        return grad_q, grad_k, None, None
+    nope = grad_q.shape[2] - q_pe.shape[2]
+    return (
+        grad_q[..., :nope],
+        grad_k[..., :nope],
+        grad_q[..., nope:],
+        grad_k[..., nope:].sum(dim=1),
+    )
 
 
 def selected_keys(indices: Tensor, ks: Tensor, ke: Tensor, first: int, last: int) -> Tensor:

@@ -23,6 +23,8 @@ def dense_mha(
     scale: float,
     bound: int | None = None,
     return_lse: bool = True,
+    q_pe: Tensor | None = None,
+    k_pe: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each row over all keys of its interval.
 
@@ -34,6 +36,8 @@ def dense_mha(
         scale: softmax scale.
         bound: the premise of a specialised graph; a longer ``max_kv_len`` raises.
         return_lse: whether the log-sum-exp is wanted.
+        q_pe, k_pe: [T, N, R] and [S, R], the rotated parts, one key for all heads, where they are
+            kept apart; ``q`` and ``k`` are then [T, N, P] and [S, N, P]. Saves joining them.
 
     Returns:
         out [T, N, V] like ``q``; lse [T, N] float32 (float64 for float64 inputs), natural log, or
@@ -44,8 +48,8 @@ def dense_mha(
             premise.
         TypeError: a dtype outside of those above.
     """
-    _mha.check_mha_inputs(q, k, v, ks, ke)
-    return _op(q, k, v, ks, ke, max_kv_len, scale, bound, return_lse)
+    _mha.check_mha_inputs(q, k, v, ks, ke, q_pe, k_pe)
+    return _op(q, k, v, ks, ke, max_kv_len, scale, bound, return_lse, q_pe, k_pe)
 
 
 def _reference(
@@ -58,9 +62,12 @@ def _reference(
     scale: float,
     bound: int | None = None,
     return_lse: bool = True,
+    q_pe: Tensor | None = None,
+    k_pe: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     require_premise(max_kv_len, bound)
     check_interval_values(ks, ke, k.shape[0], max_kv_len)
+    q, k = _mha.joined(q, k, q_pe, k_pe)
     out, lse = _mha.attend(q, k, v, None, ks, ke, scale)
     return out, lse if return_lse else lse.new_empty(0)
 
@@ -75,6 +82,8 @@ def _fake(
     scale: float,
     bound: int | None = None,
     return_lse: bool = True,
+    q_pe: Tensor | None = None,
+    k_pe: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     lse_shape = (q.shape[0], q.shape[1]) if return_lse else (0,)
     out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
@@ -108,15 +117,17 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ks, ke, _, ctx.scale, _, ctx.return_lse = inputs
-    ctx.save_for_backward(q, k, v, ks, ke)
+    q, k, v, ks, ke, _, ctx.scale, _, ctx.return_lse, q_pe, k_pe = inputs
+    ctx.save_for_backward(q, k, v, ks, ke, q_pe, k_pe)
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, ks, ke = ctx.saved_tensors
+    q, k, v, ks, ke, q_pe, k_pe = ctx.saved_tensors
+    q, k = _mha.joined(q, k, q_pe, k_pe)
     grad_lse_or_none = grad_lse if ctx.return_lse else None
-    grads = _backward_op(grad_out, grad_lse_or_none, q, k, v, ks, ke, ctx.scale)
-    return (*grads, None, None, None, None, None, None)
+    grad_q, grad_k, grad_v = _backward_op(grad_out, grad_lse_or_none, q, k, v, ks, ke, ctx.scale)
+    grad_q, grad_k, grad_q_pe, grad_k_pe = _mha.parted(grad_q, grad_k, q_pe)
+    return (grad_q, grad_k, grad_v, *[None] * 6, grad_q_pe, grad_k_pe)
 
 
 _backward_op = define_op(
@@ -128,7 +139,8 @@ _backward_op = define_op(
 
 _op = define_op(
     "dense_mha(Tensor q, Tensor k, Tensor v, Tensor ks, Tensor ke, SymInt max_kv_len, float scale,"
-    " SymInt? bound=None, bool return_lse=True) -> (Tensor, Tensor)",
+    " SymInt? bound=None, bool return_lse=True, Tensor? q_pe=None, Tensor? k_pe=None)"
+    " -> (Tensor, Tensor)",
     reference=_reference,
     fake=_fake,
     backward=_backward,

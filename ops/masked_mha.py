@@ -23,6 +23,8 @@ def masked_mha(
     ke: Tensor,
     scale: float,
     return_lse: bool = True,
+    q_pe: Tensor | None = None,
+    k_pe: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each row over the keys of its interval that ``indices`` names.
 
@@ -36,6 +38,8 @@ def masked_mha(
         ks, ke: [T] int32, the visible interval of packed keys.
         scale: softmax scale.
         return_lse: whether the log-sum-exp is wanted.
+        q_pe, k_pe: [T, N, R] and [S, R], the rotated parts, one key for all heads, where they are
+            kept apart; ``q`` and ``k`` are then [T, N, P] and [S, N, P]. Saves joining them.
 
     Returns:
         out [T, N, V] like ``q``, 0 where nothing is selected; lse [T, N] float32 (float64 for
@@ -46,9 +50,9 @@ def masked_mha(
         ValueError: shapes or devices that do not fit together.
         TypeError: a dtype outside of those above.
     """
-    _mha.check_mha_inputs(q, k, v, ks, ke)
+    _mha.check_mha_inputs(q, k, v, ks, ke, q_pe, k_pe)
     check_selection(indices, q)
-    return _op(q, k, v, indices, ks, ke, scale, return_lse)
+    return _op(q, k, v, indices, ks, ke, scale, return_lse, q_pe, k_pe)
 
 
 def check_selection(indices: Tensor, q: Tensor) -> None:
@@ -68,8 +72,11 @@ def _reference(
     ke: Tensor,
     scale: float,
     return_lse: bool = True,
+    q_pe: Tensor | None = None,
+    k_pe: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     check_interval_values(ks, ke, k.shape[0])
+    q, k = _mha.joined(q, k, q_pe, k_pe)
     out, lse = _mha.attend(q, k, v, indices, ks, ke, scale)
     return out, lse if return_lse else lse.new_empty(0)
 
@@ -83,6 +90,8 @@ def _fake(
     ke: Tensor,
     scale: float,
     return_lse: bool = True,
+    q_pe: Tensor | None = None,
+    k_pe: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     lse_shape = (q.shape[0], q.shape[1]) if return_lse else (0,)
     out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
@@ -118,15 +127,19 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, indices, ks, ke, ctx.scale, ctx.return_lse = inputs
-    ctx.save_for_backward(q, k, v, indices, ks, ke)
+    q, k, v, indices, ks, ke, ctx.scale, ctx.return_lse, q_pe, k_pe = inputs
+    ctx.save_for_backward(q, k, v, indices, ks, ke, q_pe, k_pe)
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, indices, ks, ke = ctx.saved_tensors
+    q, k, v, indices, ks, ke, q_pe, k_pe = ctx.saved_tensors
+    q, k = _mha.joined(q, k, q_pe, k_pe)
     grad_lse_or_none = grad_lse if ctx.return_lse else None
-    grads = _backward_op(grad_out, grad_lse_or_none, q, k, v, indices, ks, ke, ctx.scale)
-    return (*grads, None, None, None, None, None)
+    grad_q, grad_k, grad_v = _backward_op(
+        grad_out, grad_lse_or_none, q, k, v, indices, ks, ke, ctx.scale
+    )
+    grad_q, grad_k, grad_q_pe, grad_k_pe = _mha.parted(grad_q, grad_k, q_pe)
+    return (grad_q, grad_k, grad_v, *[None] * 5, grad_q_pe, grad_k_pe)
 
 
 _backward_op = define_op(
@@ -138,7 +151,7 @@ _backward_op = define_op(
 
 _op = define_op(
     "masked_mha(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor ks, Tensor ke, float scale,"
-    " bool return_lse=True) -> (Tensor, Tensor)",
+    " bool return_lse=True, Tensor? q_pe=None, Tensor? k_pe=None) -> (Tensor, Tensor)",
     reference=_reference,
     fake=_fake,
     backward=_backward,

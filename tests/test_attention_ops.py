@@ -191,6 +191,24 @@ def test_gradients_of_expanded_attention_are_those_of_the_formula(kernel):
     assert grads[0][2].eq(0).all()
 
 
+@pytest.mark.parametrize("kernel", ["dense_mha", "masked_mha"])
+def test_gradients_of_rotated_parts_kept_apart_are_those_of_the_formula(kernel):
+    ks, ke = int32(0, 0, 4, 4), int32(2, 4, 4, 7)
+    q, q_pe, _, k_pe, _ = (x.double().requires_grad_() for x in latents(4, 7))
+    k = torch.randn(7, N, P, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(7, N, V, dtype=torch.float64, requires_grad=True)
+    indices = padded([[1, -1, 0], [3, 0, -1], [-1], [2, -1]], 3)
+
+    def finite(q, k, v, q_pe, k_pe):
+        if kernel == "dense_mha":
+            out, lse = ops.dense_mha(q, k, v, ks, ke, 4, SCALE, None, True, q_pe, k_pe)
+        else:
+            out, lse = ops.masked_mha(q, k, v, indices, ks, ke, SCALE, True, q_pe, k_pe)
+        return out, lse[[0, 1, 3]]
+
+    assert torch.autograd.gradcheck(finite, (q, k, v, q_pe, k_pe))
+
+
 def test_gradients_of_sparse_attention_are_those_of_the_formula():
     ks = int32(0, 1, 1)
     indices = padded([[2, -1, 0], [-1], [4, 1, -1]], 3)
@@ -261,6 +279,13 @@ def test_bad_attention_operands_name_the_argument():
     q, k, v = (x.float() for x in expanded(q_nope, q_pe, kv_c, k_pe, weight))
     with pytest.raises(TypeError, match="k must have the dtype of q"):
         ops.dense_mha(q, k.double(), v, ks, ke, 4, SCALE)
+    apart = (q_nope, k[..., :P], v, ks, ke, 4, SCALE, None, True)
+    with pytest.raises(ValueError, match="come together or not at all, got q_pe and no k_pe"):
+        ops.dense_mha(*apart, q_pe)
+    with pytest.raises(ValueError, match="k_pe must have 4 in dimension 1"):
+        ops.dense_mha(*apart, q_pe, k_pe[:, :3])
+    with pytest.raises(TypeError, match="k_pe must have the dtype of q"):
+        ops.dense_mha(*apart, q_pe, k_pe.double())
     with pytest.raises(ValueError, match="v_dim must be between 1 and the width of kv, 16, got 17"):
         ops.sparse_mqa(
             torch.randn(4, N, L + R), torch.randn(4, L + R), padded([[]] * 4, 2), ks, 1.0, 17

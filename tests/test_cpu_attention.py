@@ -86,6 +86,25 @@ def selection(ks, ke, topk, holes=1):
 
 
 @pytest.mark.parametrize("name", INTERVALS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rotated_parts_kept_apart_give_what_they_give_joined(name, dtype):
+    ks, ke = INTERVALS[name]
+    q, k, v = expanded(ks.shape[0], 61, dtype=dtype)
+    rotated = q.shape[2] // 2
+    k_pe = k[:, 0, rotated:]
+    k = torch.cat([k[..., :rotated], k_pe[:, None].expand(-1, k.shape[1], -1)], dim=-1)
+    apart = (q[..., :rotated], k[..., :rotated], v)
+    pe = (True, q[..., rotated:], k_pe)
+    indices = selection(ks, ke, 20)
+    dense, masked = ATTENTION["dense_mha"].run, ATTENTION["masked_mha"].run
+    for whole, parts in (
+        (dense(q, k, v, ks, ke, 61, SCALE), dense(*apart, ks, ke, 61, SCALE, None, *pe)),
+        (masked(q, k, v, indices, ks, ke, SCALE), masked(*apart, indices, ks, ke, SCALE, *pe)),
+    ):
+        assert_same(parts, whole, dtype)
+
+
+@pytest.mark.parametrize("name", INTERVALS)
 @pytest.mark.parametrize(("qk", "v"), [(8, 8), (10, 6), (6, 10)])
 def test_dense_attention_equals_the_reference(name, qk, v):
     ks, ke = INTERVALS[name]

@@ -59,8 +59,14 @@ def operands(op: str, tokens: int, layout: str, dtype: torch.dtype):
             (q_index, k_index, weights, ks, ke, tokens, TOPK),
             (q_index, k_index, weights, ks, ke, tokens, TOPK, mask, True),
         ],
-        "dense_mha": [(q, k, v, ks, ke, tokens, SCALE), (q, k, v, ks, ke, tokens, SCALE, 9, False)],
-        "masked_mha": [(q, k, v, indices, ks, ke, SCALE)],
+        "dense_mha": [
+            (q, k, v, ks, ke, tokens, SCALE),
+            (q, k, v, ks, ke, tokens, SCALE, 9, False, mla[1], mla[3]),
+        ],
+        "masked_mha": [
+            (q, k, v, indices, ks, ke, SCALE),
+            (q, k, v, indices, ks, ke, SCALE, True, mla[1], mla[3]),
+        ],
         "sparse_mqa": [
             (random(tokens, HEADS, LATENT + ROPE), kv, indices, ks, SCALE, LATENT),
             (random(tokens, HEADS, LATENT + ROPE), kv, indices, ks, SCALE, LATENT, False, True),

@@ -68,14 +68,10 @@ def test_a_short_prefill_becomes_dense_attention_that_reads_no_indices():
 permute: aten.permute(arg4_1, [1, 0])
 mm: aten.mm(arg2_1, permute)
 view: aten.reshape(mm, [9, 2, 16])
-slice_1: aten.slice(view, 2, 8, end)
-cat: aten.cat([arg0_1, arg1_1], -1)
-slice_2: aten.slice(view, 2, 0, 8)
-unsqueeze: aten.unsqueeze(arg3_1, 1)
-expand: aten.expand(unsqueeze, [-1, 2, -1])
-cat_1: aten.cat([slice_2, expand], -1)
-dense_mha: dsafx.dense_mha(cat, cat_1, slice_1, arg6_1, arg7_1, 9, 0.28867513459481287, None,
-    False)
+slice_1: aten.slice(view, 2, 0, 8)
+slice_2: aten.slice(view, 2, 8, end)
+dense_mha: dsafx.dense_mha(arg0_1, slice_1, slice_2, arg6_1, arg7_1, 9, 0.28867513459481287,
+    None, False, arg1_1, arg3_1)
 getitem_2: getitem(dense_mha, 0)
 getitem_3: getitem(dense_mha, 1)
 resolve_route: 1 rewritten; mla_attention became dense MHA: no row sees more keys than the
@@ -232,4 +228,4 @@ def test_new_nodes_carry_values_and_provenance_of_their_own():
     eager_args, eager_kwargs = kernel.meta["eager_input_vals"]
     assert len(eager_args) == len(kernel.args)
     assert eager_kwargs == {}
-    assert eager_args[0].shape == (9, HEADS, NOPE + ROPE)
+    assert eager_args[0].shape == (9, HEADS, NOPE)

@@ -109,7 +109,7 @@ index_put: aten.index_put(arg_12, [arg_13], mul_10)
 index_put_1: aten.index_put(arg_14, [arg_13], cat_3)
 index_put_2: aten.index_put(arg_15, [arg_13], cat_1)
 mm_7: aten.mm(index_put, permute_7)
-dense_mha: dsafx.dense_mha(cat_5, cat_6, slice_6, arg_17, arg_18, 12, 0.2041241452319315, None, False)
+dense_mha: dsafx.dense_mha(getitem_6, slice_6, slice_7, arg_17, arg_18, 12, 0.2041241452319315, None, False, cat_2, index_put_1)
 mm_6: aten.mm(view_2, permute_6)
 copy_: aten.copy_(arg_12, index_put)
 copy__1: aten.copy_(arg_14, index_put_1)
@@ -230,7 +230,7 @@ norm_rope_index: dsafx.norm_rope_index(mm_2, arg_6, getitem, arg_11, getitem_1, 
 index_put: aten.index_put(arg_12, [arg_13], getitem_10)
 index_put_1: aten.index_put(arg_14, [arg_13], getitem_11)
 index_put_2: aten.index_put(arg_15, [arg_13], getitem_12)
-dense_mha: dsafx.dense_mha(cat_3, cat_4, slice_2, arg_17, arg_18, 12, 0.2041241452319315, None, False)
+dense_mha: dsafx.dense_mha(getitem_6, slice_2, slice_3, arg_17, arg_18, 12, 0.2041241452319315, None, False, cat_2, index_put_1)
 fuse_norm_rope: 1 rewritten; rope_1 became part of norm_rope_index""",
     )
 

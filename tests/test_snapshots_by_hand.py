@@ -104,9 +104,18 @@ class ByHand(DSAAttention):
         indices: Tensor | None,
     ) -> Tensor:
         kv = torch.mm(kv_c, self.kv_b_proj.weight.t()).view(CAPACITY, 4, 16 + 24)
-        k = torch.cat([kv[..., :16], k_pe[:, None].expand(-1, 4, -1)], dim=-1)
-        q, scale = torch.cat([q_nope, q_pe], dim=-1), self.config.softmax_scale
-        return ops.dense_mha(q, k, kv[..., 16:], ks, ke, max_kv_len, scale, return_lse=False)[0]
+        return ops.dense_mha(
+            q_nope,
+            kv[..., :16],
+            kv[..., 16:],
+            ks,
+            ke,
+            max_kv_len,
+            self.config.softmax_scale,
+            return_lse=False,
+            q_pe=q_pe,
+            k_pe=k_pe,
+        )[0]
 
     def sparse(
         self,
@@ -255,14 +264,14 @@ mm_default_1: aten.mm(input_0, permute_default_1)
 norm_rope_default: dsafx.norm_rope(mm_default, input_2, getitem, input_4, getitem_1, input_5,
     input_6, 1e-06, 'interleaved_to_half')
 mm_default_2: aten.mm(getitem_2, permute_default_2)
-index_put_default: aten.index_put(input_8, [input_9], getitem_5)
+index_put_default: aten.index_put(input_8, [input_9], getitem_4)
 mm_default_3: aten.mm(index_put_default, permute_default_3)
-index_put_default_1: aten.index_put(input_11, [input_9], getitem_6)
-dense_mha_default: dsafx.dense_mha(cat_default_1, cat_default_2, slice_tensor_3, input_12,
-    input_13, 12, 0.2041241452319315, None, False)
+index_put_default_1: aten.index_put(input_13, [input_9], getitem_6)
+dense_mha_default: dsafx.dense_mha(getitem_3, slice_tensor, slice_tensor_1, input_11,
+    input_12, 12, 0.2041241452319315, None, False, cat_default, index_put_default_1)
 mm_default_4: aten.mm(reshape_default_2, permute_default_4)
 copy__default: aten.copy_(input_8, index_put_default)
-copy__default_1: aten.copy_(input_11, index_put_default_1)
+copy__default_1: aten.copy_(input_13, index_put_default_1)
 fuse_norm_rope: 1 rewritten; rope became part of norm_rope
 fuse_index_query: 0 rewritten
 fuse_cache_write: 0 rewritten""",
@@ -303,16 +312,17 @@ class ShortPrefillByHand(DSAAttention):
         q_nope, q_pe = q.split([nope, rope], dim=-1)
         q_pe = plain_rope(q_pe, cos, sin, "interleaved_to_half")
         kv = torch.mm(kv_c, self.kv_b_proj.weight.t()).view(CAPACITY, heads, nope + v)
-        k = torch.cat([kv[..., :nope], k_pe[:, None].expand(-1, heads, -1)], dim=-1)
         out, _ = ops.dense_mha(
-            torch.cat([q_nope, q_pe], dim=-1),
-            k,
+            q_nope,
+            kv[..., :nope],
             kv[..., nope:],
             ks,
             ke,
             max_kv_len,
             self.config.softmax_scale,
             return_lse=False,
+            q_pe=q_pe,
+            k_pe=k_pe,
         )
         return self.o_proj(out.flatten(1))
 

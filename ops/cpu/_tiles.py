@@ -37,9 +37,10 @@ class _Array(ctypes.Structure):
 
 class _Problem(ctypes.Structure):
     _fields_ = [
-        *((name, _Array) for name in ("q", "k", "v", "out")),
+        *((name, _Array) for name in ("q", "k", "v", "out", "q_pe", "k_pe")),
         *((name, ctypes.c_void_p) for name in ("lse", "ks", "ke", "mask", "blocks")),
-        *((name, ctypes.c_int64) for name in ("num_blocks", "heads", "width", "v_width")),
+        *((name, ctypes.c_int64) for name in ("num_blocks", "heads")),
+        *((name, ctypes.c_int64) for name in ("width", "v_width", "pe_width")),
         *((name, ctypes.c_int64) for name in ("mask_start", "mask_first", "mask_row")),
         *((name, ctypes.c_int64) for name in ("most_rows", "most_keys", "edge_keys", "is_half")),
         ("scale", ctypes.c_double),
@@ -69,17 +70,21 @@ def attend(
     runs: Iterable[Run],
     scale: float,
     mask: Tensor | None = None,
+    q_pe: Tensor | None = None,
+    k_pe: Tensor | None = None,
 ) -> None:
     """Write the rows of ``runs`` into ``out`` [T, N, V] and the contiguous ``lse`` [T, N].
 
-    ``mask`` bool tells which keys a row reads; it holds the rows and keys of the one run.
+    ``mask`` bool tells which keys a row reads; it holds the rows and keys of the one run. The
+    rotated parts of queries and keys may come apart, as in ``dense_mha``; nothing is joined then.
     """
     library = _library()
     assert library is not None
     parts = list(runs)
     if not parts or out.numel() == 0:
         return
-    most_rows, most_keys = _tile(parts, q.shape[2], v.shape[2])
+    pe_width = 0 if q_pe is None else q_pe.shape[2]
+    most_rows, most_keys = _tile(parts, q.shape[2] + pe_width, v.shape[2])
     blocks = [part for run in parts for part in _split(run, most_rows)]
     edges = [x for block in blocks for x in (block.start, block.stop, block.first, block.last)]
     ks, ke = ks.contiguous(), ke.contiguous()
@@ -88,6 +93,8 @@ def attend(
         k=_array(k),
         v=_array(v),
         out=_array(out),
+        q_pe=_Array() if q_pe is None else _array(q_pe),
+        k_pe=_Array() if k_pe is None else _array(k_pe[:, None].expand(-1, q.shape[1], -1)),
         lse=lse.data_ptr(),
         ks=ks.data_ptr(),
         ke=ke.data_ptr(),
@@ -97,6 +104,7 @@ def attend(
         heads=q.shape[1],
         width=q.shape[2],
         v_width=v.shape[2],
+        pe_width=pe_width,
         mask_start=parts[0].start,
         mask_first=parts[0].first,
         mask_row=0 if mask is None else mask.stride(0),

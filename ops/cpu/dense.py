@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import _options
 from .._blocks import check_interval_values
-from .._mha import selected_keys
+from .._mha import joined, selected_keys
 from ..causal_positions import closed_form, require_premise
 from ..index_scores import visible_keys
 from . import _tiles
@@ -52,14 +52,17 @@ def dense_mha(
     scale: float,
     bound: int | None = None,
     return_lse: bool = True,
+    q_pe: Tensor | None = None,
+    k_pe: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``dense_mha`` for float32, bfloat16 and float16; hidden keys cost nothing in causal runs."""
     require_premise(max_kv_len, bound)
     check_interval_values(ks, ke, k.shape[0], max_kv_len)
     out, lse = _results(q, v, ks, ke)
     if _tiles.serve(q):
-        _tiles.attend(out, lse, q, k, v, ks, ke, runs(ks, ke), scale)
+        _tiles.attend(out, lse, q, k, v, ks, ke, runs(ks, ke), scale, None, q_pe, k_pe)
         return out, lse if return_lse else lse.new_empty(0)
+    q, k = joined(q, k, q_pe, k_pe)
     for run in runs(ks, ke):
         for block in _blocks(run, 0 if run.form is not Form.RAGGED else _mask_row_bytes(run)):
             mask = None
@@ -79,6 +82,8 @@ def masked_mha(
     ke: Tensor,
     scale: float,
     return_lse: bool = True,
+    q_pe: Tensor | None = None,
+    k_pe: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``masked_mha`` for float32, bfloat16 and float16, in blocks of rows over the keys they see.
 
@@ -86,6 +91,8 @@ def masked_mha(
     """
     check_interval_values(ks, ke, k.shape[0])
     compiled = _tiles.serve(q)
+    if not compiled:
+        q, k = joined(q, k, q_pe, k_pe)
     out, lse = _results(q, v, ks, ke)
     for run in runs(ks, ke):
         for block in _blocks(run, _mask_row_bytes(run) + 40 * indices.shape[1], compiled):
@@ -96,7 +103,7 @@ def masked_mha(
             if (run.form is Form.RAGGED and not compiled) or not _selects_all(chosen, first, last):
                 mask = selected_keys(chosen, first, last, block.first, block.last)
             if compiled:
-                _tiles.attend(out, lse, q, k, v, ks, ke, [block], scale, mask)
+                _tiles.attend(out, lse, q, k, v, ks, ke, [block], scale, mask, q_pe, k_pe)
             else:
                 _attend(out, lse, q, k, v, block, mask, scale)
     return out, lse if return_lse else lse.new_empty(0)

@@ -40,12 +40,13 @@ struct Block {
 // Laid out as in _tiles.py.
 struct Problem {
   Array q, k, v, out;
+  Array q_pe, k_pe;  // the rest of each query and key; pe_width is 0 where there is none
   float* lse;  // [rows, heads], contiguous
   const int32_t* ks;
   const int32_t* ke;
   const uint8_t* mask;  // null, or whether row mask_start + i reads key mask_first + j
   const Block* blocks;
-  int64_t num_blocks, heads, width, v_width;
+  int64_t num_blocks, heads, width, v_width, pe_width;
   int64_t mask_start, mask_first, mask_row;
   int64_t most_rows, most_keys, edge_keys;
   int64_t is_half;
@@ -118,7 +119,8 @@ class Worker {
     std::fill_n(best_.begin(), rows, kHidden);
     std::fill_n(total_.begin(), rows, 0.0f);
     std::fill_n(sums_.begin(), rows * p_.v_width, 0.0f);
-    const Rows q = rows_of(p_.q, block.start, rows, p_.width, head, queries_);
+    const Part nope{p_.q, p_.width}, pe{p_.q_pe, p_.pe_width};
+    const Rows q = rows_of(nope, pe, block.start, rows, head, queries_);
 
     // Keys that all rows see, and the edges where intervals begin and end.
     const int64_t first = *std::max_element(p_.ks + block.start, p_.ks + block.stop);
@@ -155,26 +157,25 @@ class Worker {
     const bool whole = p_.mask == nullptr && all;
     const int64_t reads = whole ? keys : find_read(start, rows, first, keys);
     if (reads == 0) return;
-    // What nobody reads may be NaN: softmax() overwrites such a score, but 0 * NaN is NaN. A copy
-    // of keys is made for float16 only.
+    // What nobody reads may be NaN: softmax() overwrites such a score, but 0 * NaN is NaN.
     const uint8_t* read = reads < keys ? read_.data() : nullptr;
     at::Tensor scores = matrix(scores_.data(), rows, keys, keys, 1);
-    const bool copied = !std::is_same_v<T, float>;
-    const Rows k = rows_of(p_.k, first, keys, p_.width, head, keys_, copied ? read : nullptr);
+    const int64_t width = p_.width + p_.pe_width;
+    const Rows k = rows_of({p_.k, p_.width}, {p_.k_pe, p_.pe_width}, first, keys, head, keys_);
     at::cpu::addmm_out(
         scores,
         scores,
-        matrix(q.data, rows, p_.width, q.stride, 1),
-        matrix(k.data, p_.width, keys, 1, k.stride),
+        matrix(q.data, rows, width, q.stride, 1),
+        matrix(k.data, width, keys, 1, k.stride),
         0,
         p_.scale);
     for (int64_t i = 0; i < rows; i++) {
       softmax(start + i, scores_.data() + i * keys, first, keys, whole);
     }
-    const Rows v = rows_of(p_.v, first, keys, p_.v_width, head, values_, read);
-    const int64_t width = p_.v_width;
-    at::Tensor sums = matrix(sums_.data() + (start - start_) * width, rows, width, width, 1);
-    at::cpu::addmm_out(sums, sums, scores, matrix(v.data, keys, width, v.stride, 1), 1, 1);
+    const Rows v = rows_of({p_.v, p_.v_width}, {}, first, keys, head, values_, read);
+    float* from = sums_.data() + (start - start_) * p_.v_width;
+    at::Tensor sums = matrix(from, rows, p_.v_width, p_.v_width, 1);
+    at::cpu::addmm_out(sums, sums, scores, matrix(v.data, keys, p_.v_width, v.stride, 1), 1, 1);
   }
 
   // The part of the keys first .. first + keys that a row sees, relative to first.
@@ -244,32 +245,54 @@ class Worker {
     }
   }
 
-  // Rows of one head in float32: where they lie if they are that already, else a copy in memory.
+  // A tensor's columns, or none of them.
+  struct Part {
+    Array array;
+    int64_t width;
+  };
+
+  // Rows of one head in float32, two parts side by side: where they lie if they are that already,
+  // else a copy in memory, with 0 where nothing is read.
   Rows rows_of(
-      const Array& x,
+      const Part& part,
+      const Part& rest,
       int64_t start,
       int64_t rows,
-      int64_t width,
       int64_t head,
       std::vector<float>& memory,
       const uint8_t* read = nullptr) {
-    const T* data = static_cast<const T*>(x.data) + start * x.row + head * x.head;
     if constexpr (std::is_same_v<T, float>) {
-      if (read == nullptr && x.column == 1) return {data, x.row};
+      if (read == nullptr && rest.width == 0 && part.array.column == 1) {
+        return {address(part.array, start, head), part.array.row};
+      }
     }
+    const int64_t width = part.width + rest.width;
     if (static_cast<int64_t>(memory.size()) < rows * width) memory.resize(rows * width);
     for (int64_t i = 0; i < rows; i++) {
-      const T* from = data + i * x.row;
       float* to = memory.data() + i * width;
       if (read != nullptr && !read[i]) {
         std::fill_n(to, width, 0.0f);
-      } else if (x.column == 1) {
-        for (int64_t j = 0; j < width; j++) to[j] = static_cast<float>(from[j]);
       } else {
-        for (int64_t j = 0; j < width; j++) to[j] = static_cast<float>(from[j * x.column]);
+        copy_row(part, start + i, head, to);
+        copy_row(rest, start + i, head, to + part.width);
       }
     }
     return {memory.data(), width};
+  }
+
+  static const T* address(const Array& x, int64_t row, int64_t head) {
+    return static_cast<const T*>(x.data) + row * x.row + head * x.head;
+  }
+
+  static void copy_row(const Part& part, int64_t row, int64_t head, float* to) {
+    const T* from = address(part.array, row, head);
+    if (part.array.column == 1) {
+      for (int64_t j = 0; j < part.width; j++) to[j] = static_cast<float>(from[j]);
+    } else {
+      for (int64_t j = 0; j < part.width; j++) {
+        to[j] = static_cast<float>(from[j * part.array.column]);
+      }
+    }
   }
 
   const Problem& p_;
