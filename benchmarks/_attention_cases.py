@@ -192,11 +192,20 @@ def decode_layer(setting: Setting) -> Prepared:
 
 def decode_layer_long(setting: Setting) -> Prepared:
     """The same step at 16 K cached tokens, against itself at 2 K."""
+    return _decode_long(setting, 32768)
+
+
+def decode_layer_longest(setting: Setting) -> Prepared:
+    """The same step at 32 K cached tokens, against itself at 2 K."""
+    return _decode_long(setting, 65536)
+
+
+def _decode_long(setting: Setting, real: int) -> Prepared:
     dims, layer = setting.dims, setting.layer
     hidden = setting.random(1, 1, dims.hidden_size)
     short, long = (
         layer.step(layer.enabled, GrownCache(dims, keys, setting.dtype), hidden)
-        for keys in (setting.length(4096), setting.length(32768))
+        for keys in (setting.length(4096), setting.length(real))
     )
     return Prepared(
         1,

@@ -150,6 +150,7 @@ CASES: Mapping[str, Callable[[Setting], Prepared]] = {
         attention.decode_attention,
         attention.decode_layer,
         attention.decode_layer_long,
+        attention.decode_layer_longest,
         attention.dense_mha,
         index_select,
         attention.masked_mha,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import _peers as peers
 import torch
 from _families import angles, attention_of
+from _filled_cache import FilledCache
 from _setting import Prepared, Setting
 from torch import Tensor, nn
 from transformers import PreTrainedModel, StaticCache
@@ -94,8 +95,8 @@ def compiled_decode(setting: Setting) -> Prepared:
     plain = setting.layer.plain
     steps = {}
     for backend in ("dsafx", "inductor"):
-        cache = _filled_cache(setting, keys)
-        steps[backend] = _Step(_compiled(Attention(plain, cache), backend), cache, keys)
+        filled = FilledCache(plain, dims, keys)
+        steps[backend] = filled.step(_compiled(Attention(plain, filled.cache), backend))
     _assert_recognised(steps["dsafx"], hidden, positions)
     expanded = keys * dims.num_attention_heads * (2 * dims.v_head_dim + 2 * dims.qk_head_dim)
     return Prepared(
@@ -111,32 +112,3 @@ def compiled_decode(setting: Setting) -> Prepared:
         },
         comparable=True,
     )
-
-
-class _Step:
-    """A compiled step that always fills the last place of its cache."""
-
-    def __init__(self, layer: Any, cache: StaticCache, keys: int) -> None:
-        self.layer = layer
-        self.cache = cache
-        self.keys = keys
-
-    def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        filled: Any = self.cache.layers[0]
-        filled.cumulative_length.fill_(self.keys - 1)
-        filled.indexer_cumulative_length.fill_(self.keys - 1)
-        return cast(Tensor, self.layer(hidden, positions))
-
-
-def _filled_cache(setting: Setting, keys: int) -> StaticCache:
-    """The same random keys for each call."""
-    dims, generator = setting.dims, torch.Generator().manual_seed(1)
-    cache = StaticCache(config=setting.layer.plain.config, max_cache_len=keys)
-    shapes = ((1, 1, keys, dims.kv_lora_rank), (1, 1, keys, dims.qk_rope_head_dim))
-    latents, rotated = (
-        torch.randn(shape, generator=generator).to(setting.dtype) for shape in shapes
-    )
-    cache.update(latents, rotated, 0)
-    index_keys = torch.randn((1, keys, dims.index_head_dim), generator=generator)
-    cache.update_indexer(index_keys.to(setting.dtype), 0)
-    return cache

@@ -1,4 +1,4 @@
-"""The two model families at their real dimensions, as single attention layers of transformers."""
+"""The two model families at their real attention dimensions, as transformers builds them."""
 
 from __future__ import annotations
 
@@ -60,6 +60,9 @@ class Dims:
         return float(self.qk_head_dim**-0.5)
 
 
+VOCABULARY = 16
+"""Of every model here."""
+
 REAL = {
     Family.GLM: Dims(6144, 64, 2048, 512, 192, 64, 256, 32, 128, 2048),
     Family.DEEPSEEK: Dims(7168, 128, 1536, 512, 128, 64, 128, 64, 128, 2048),
@@ -70,15 +73,19 @@ TINY = {
 }
 
 
-class Layer:
-    """One attention layer twice on the same weights: as transformers runs it, and enabled."""
+class Pair:
+    """A small model twice on the same weights: as transformers runs it, and enabled."""
 
-    def __init__(self, family: Family, dims: Dims, dtype: torch.dtype) -> None:
+    def __init__(self, family: Family, dims: Dims, dtype: torch.dtype, layers: int = 1) -> None:
         self.dims = dims
         self.dtype = dtype
-        self.plain = _one_layer(family, dims, dtype)
+        self.plain = _model(family, dims, dtype, layers)
         shared = {id(parameter): parameter for parameter in self.plain.parameters()}
         self.enabled = dsafx.enable(copy.deepcopy(self.plain, shared))
+
+
+class Layer(Pair):
+    """A model of one layer, for its attention."""
 
     def step(self, model: PreTrainedModel, cache: GrownCache, hidden: Tensor) -> Step:
         """One forward of the attention of ``model`` for the tokens at the end of ``cache``.
@@ -162,23 +169,28 @@ def angles(model: PreTrainedModel, like: Tensor, positions: Tensor) -> tuple[Ten
     return made
 
 
-def _one_layer(family: Family, dims: Dims, dtype: torch.dtype) -> PreTrainedModel:
+def _model(family: Family, dims: Dims, dtype: torch.dtype, layers: int) -> PreTrainedModel:
+    """Real attention, one full layer and then shared ones for GLM, and as good as no MLP."""
     sizes: dict[str, Any] = asdict(dims) | {
         "num_key_value_heads": dims.num_attention_heads,
-        "num_hidden_layers": 1,
-        "first_k_dense_replace": 1,
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": layers,
         "head_dim": dims.qk_rope_head_dim,
-        "vocab_size": 16,
+        "vocab_size": VOCABULARY,
         "intermediate_size": 16,
         "bos_token_id": None,
         "eos_token_id": None,
     }
     model: PreTrainedModel
     if family is Family.GLM:
-        model = GlmMoeDsaModel(GlmMoeDsaConfig(**sizes, indexer_types=["full"]))
+        schedule = ["full", *["shared"] * (layers - 1)]
+        sizes |= {"indexer_types": schedule, "mlp_layer_types": ["dense"] * layers}
+        model = GlmMoeDsaModel(GlmMoeDsaConfig(**sizes))
     else:
         model = DeepseekV32Model(DeepseekV32Config(**sizes))
     cast(nn.Module, model).to(dtype).eval().requires_grad_(False)
-    # Loading a checkpoint in a narrower dtype leaves this projection wide.
-    attention_of(model).indexer.weights_proj.float()
+    for layer in cast(Any, model).layers:
+        # Loading a checkpoint in a narrower dtype leaves this projection wide.
+        if layer.self_attn.indexer is not None:
+            layer.self_attn.indexer.weights_proj.float()
     return model

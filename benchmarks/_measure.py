@@ -212,6 +212,12 @@ def free_bytes() -> int | None:
     return _kibibytes(meminfo.read_text(), "MemAvailable") << 10
 
 
+def fits(computed: int) -> bool:
+    """Whether a peer may run: its largest tensors, with a quarter to spare for others, are free."""
+    free = free_bytes()
+    return free is None or 1.25 * computed < free
+
+
 def _with_peak(call: Call) -> Trial:
     _return_freed_memory()
     before = _resident("VmRSS") if _reset_peak() else None

@@ -32,8 +32,8 @@ def table(results: Sequence[Result]) -> Table:
             f"{result.family} {result.dtype}",
             _speed(result),
             "" if result.share_of_floor is None else str(result.share_of_floor),
-            _mebibytes(result.extra_bytes),
-            _mebibytes(result.peer_extra_bytes),
+            mebibytes(result.extra_bytes),
+            mebibytes(result.peer_extra_bytes),
         )
     return shown
 
@@ -61,13 +61,30 @@ def _speed(result: Result) -> str:
     return str(result.speedup)
 
 
-def _mebibytes(count: int | None) -> str:
+def mebibytes(count: int | None) -> str:
+    """A size for a reader; empty where it is not known."""
     return "" if count is None else f"{count / 2**20:.1f} MiB"
 
 
 def as_json(results: Sequence[Result], rules: Rules, quick: bool) -> str:
     """Everything that was measured, and on what."""
-    document: dict[str, Any] = {
+    derived = [
+        asdict(result) | {"reduction": result.reduction, "memory_ratio": result.memory_ratio}
+        for result in results
+    ]
+    return document(derived, rules, quick)
+
+
+def document(results: Sequence[Any], rules: Rules, quick: bool, **settings: Any) -> str:
+    """The versions, the machine and the rules that ``results`` come from, with them, as JSON.
+
+    Args:
+        results: dictionaries or dataclasses.
+        rules: how was measured.
+        quick: whether dimensions were tiny.
+        settings: what else holds for all results.
+    """
+    content: dict[str, Any] = {
         "versions": {
             "dsafx": dsafx.__version__,
             "torch": torch.__version__,
@@ -79,13 +96,11 @@ def as_json(results: Sequence[Result], rules: Rules, quick: bool) -> str:
             "threads": torch.get_num_threads(),
         },
         "quick": quick,
+        **settings,
         "rules": {"pairs": rules.pairs, "slow_pairs": rules.slow_pairs, "attempts": rules.attempts},
-        "results": [
-            asdict(result) | {"reduction": result.reduction, "memory_ratio": result.memory_ratio}
-            for result in results
-        ],
+        "results": [each if isinstance(each, dict) else asdict(each) for each in results],
     }
-    return json.dumps(document, indent=2) + "\n"
+    return json.dumps(content, indent=2) + "\n"
 
 
 def plot(results: Sequence[Result], path: Path) -> None:

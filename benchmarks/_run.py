@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import torch
 from _cases import CASES
-from _measure import Call, Rules, Spread, Trial, free_bytes, take_turns, try_out
+from _measure import Call, Rules, Spread, fits, take_turns, try_out
 from _setting import Prepared, Setting
 from torch import Tensor
 
@@ -82,11 +82,13 @@ def _run(name: str, setting: Setting, prepared: Prepared, rules: Rules) -> Resul
     ours = try_out(prepared.ours, rules)
     asserted = prepared.check(ours.value) if prepared.check is not None else None
     slowest, peer = ours.seconds, None
-    if prepared.peer is not None and _fits(prepared.peer_bytes):
+    if prepared.peer is not None and fits(prepared.peer_bytes):
         peer = try_out(prepared.peer, rules)
         slowest = max(slowest, peer.seconds)
         calls = {"peer": prepared.peer, **calls}
-    difference = _difference(ours, peer) if prepared.comparable and peer is not None else None
+    difference = None
+    if prepared.comparable and peer is not None:
+        difference = largest_difference(ours.value, peer.value)
     extra, peer_extra = ours.extra_bytes, prepared.peer_bytes if peer is None else peer.extra_bytes
     del ours
     for other in prepared.others.values():
@@ -124,15 +126,10 @@ def _run(name: str, setting: Setting, prepared: Prepared, rules: Rules) -> Resul
     )
 
 
-def _fits(computed: int) -> bool:
-    """Whether a peer may run: its largest tensors, with a quarter to spare for others, are free."""
-    free = free_bytes()
-    return free is None or 1.25 * computed < free
-
-
-def _difference(ours: Trial, peer: Trial) -> float:
-    mine, theirs = _flat(ours.value), _flat(peer.value)
-    return float((mine - theirs).abs().max() / theirs.abs().max())
+def largest_difference(ours: object, theirs: object) -> float:
+    """The largest difference of two results over the largest value of the second."""
+    mine, other = _flat(ours), _flat(theirs)
+    return float((mine - other).abs().max() / other.abs().max())
 
 
 def _flat(value: object) -> Tensor:

@@ -20,18 +20,10 @@ from _cases import CASES
 from _families import Family
 from _measure import QUICK, Rules
 from _run import Result, run
-from _setting import Setting
+from _setting import DType, Setting
 from rich.console import Console
 
 CaseName = StrEnum("CaseName", {name: name for name in CASES})  # type: ignore[misc]
-
-
-class DType(StrEnum):
-    """A dtype of weights and activations."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 def main(

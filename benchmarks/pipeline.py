@@ -11,24 +11,21 @@ from __future__ import annotations
 
 import json as json_format
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
-import transformers
 import typer
 from _measure import QUICK, Rules, Spread, take_turns
 from _pipeline_start import Answer, Order
+from _report import document
 from rich.console import Console
 from rich.table import Table
-
-import dsafx
 
 _CHILD = Path(__file__).with_name("_pipeline_start.py")
 OURS, PEER = "dsafx", "inductor"
@@ -162,27 +159,6 @@ def _percent(share: Spread) -> str:
     return f"{share.median:.2%} ({share.low:.2%} to {share.high:.2%})"
 
 
-def as_json(results: list[Result], tokens: int, rules: Rules, quick: bool) -> str:
-    """Everything that was measured, and on what."""
-    document: dict[str, Any] = {
-        "versions": {
-            "dsafx": dsafx.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": {
-            "cpu": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-        },
-        "quick": quick,
-        "tokens": tokens,
-        "rules": {"pairs": rules.pairs, "slow_pairs": rules.slow_pairs, "attempts": rules.attempts},
-        "results": [asdict(result) for result in results],
-    }
-    return json_format.dumps(document, indent=2) + "\n"
-
-
 def main(
     layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 78,
     tokens: Annotated[int, typer.Option(min=1, help="Of the prompt; K is 32.")] = 64,
@@ -203,7 +179,7 @@ def main(
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             results.append(run(case, layers, tokens, rules, Path(folder)))
         if json is not None:
-            json.write_text(as_json(results, tokens, rules, quick))
+            json.write_text(document(results, rules, quick, tokens=tokens))
     console.print(table(results))
 
 
