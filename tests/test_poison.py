@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,24 @@ def test_blocks_nest():
     with poison():
         with poison():
             pass
+        assert torch.empty(3).isnan().all()
+
+
+def test_memory_is_poisoned_after_modes_of_two_threads_overlapped():
+    entered, left = threading.Event(), threading.Event()
+
+    def overlap():
+        with FakeTensorMode():
+            entered.set()
+            left.wait(60)
+
+    other = threading.Thread(target=overlap)
+    with FakeTensorMode():
+        other.start()
+        assert entered.wait(60)
+    left.set()
+    other.join()
+    with poison():
         assert torch.empty(3).isnan().all()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 POISON = 2_000_000_000
 
@@ -52,7 +52,9 @@ def _poisoned(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def allocate(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        # This thread's modes, and not the flag ``is_in_torch_dispatch_mode``: all threads share
+        # that, and where modes of two of them overlap it stays up.
+        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
             return made
         return _filled(made) if type(made) is Tensor else made
 
