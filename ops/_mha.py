@@ -14,7 +14,7 @@ from ._checks import (
     require_size,
 )
 from ._dtypes import wide_dtype
-from ._softmax import softmax_backward, softmax_lse
+from ._softmax import softmax_backward, softmax_lse, wide_rows
 from .index_scores import visible_keys
 
 
@@ -62,19 +62,13 @@ def joined(q: Tensor, k: Tensor, q_pe: Tensor | None, k_pe: Tensor | None) -> tu
     return torch.cat([q, q_pe], dim=-1), torch.cat([k, shared], dim=-1)
 
 
-def parted(
-    grad_q: Tensor, grad_k: Tensor, q_pe: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of the q, k, q_pe and k_pe that ``joined`` took, from those of what it gave."""
-    if q_pe is None:
-        return grad_q, grad_k, None, None
-    nope = grad_q.shape[2] - q_pe.shape[2]
-    return (
-        grad_q[..., :nope],
-        grad_k[..., :nope],
-        grad_q[..., nope:],
-        grad_k[..., nope:].sum(dim=1),
-    )
+def backward_fake(
+    q: Tensor, k: Tensor, v: Tensor, q_pe: Tensor | None, k_pe: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What ``attend_backward`` returns, without its values."""
+    grads = [part.new_empty(part.shape) for part in (q, k, v)]
+    pe = [q.new_empty(0 if part is None else part.shape) for part in (q_pe, k_pe)]
+    return grads[0], grads[1], grads[2], pe[0], pe[1]
 
 
 def selected_keys(indices: Tensor, ks: Tensor, ke: Tensor, first: int, last: int) -> Tensor:
@@ -123,9 +117,15 @@ def attend_backward(
     ks: Tensor,
     ke: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; probabilities are computed again, block by block."""
-    wide = wide_dtype(q)
+    q_pe: Tensor | None,
+    k_pe: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, q_pe and k_pe, the last two empty where those are None.
+
+    Probabilities are computed again, block by block.
+    """
+    wide, nope = wide_dtype(q), q.shape[2]
+    q, k = joined(q, k, q_pe, k_pe)
     grad_q = torch.zeros_like(q, memory_format=torch.contiguous_format)
     grad_k = k.new_zeros((k.shape[1], k.shape[0], k.shape[2]), dtype=wide)
     grad_v = v.new_zeros((v.shape[1], v.shape[0], v.shape[2]), dtype=wide)
@@ -134,24 +134,29 @@ def attend_backward(
         if first == last:
             continue
         visible = _visible(indices, ks, ke, block, first, last)
+        blind = ~visible.any(dim=1)
         probabilities, _ = softmax_lse(_scores(q[block], k[first:last], scale), visible[None])
-        grad_block = grad_out[block].to(wide).transpose(0, 1)
+        grad_block = wide_rows(grad_out[block], blind).transpose(0, 1)
         grad_v[:, first:last] += torch.matmul(probabilities.transpose(1, 2), grad_block)
         wide_v = _read(v, first, last, visible).permute(1, 2, 0)
         grad_scores = softmax_backward(
             probabilities,
             torch.matmul(grad_block, wide_v),
-            None if grad_lse is None else grad_lse[block].to(wide).t(),
+            None if grad_lse is None else wide_rows(grad_lse[block], blind).t(),
         ).mul_(scale)
         wide_k = _read(k, first, last, visible).transpose(0, 1)
         grad_q[block] = torch.matmul(grad_scores, wide_k).transpose(0, 1).to(q.dtype)
-        wide_q = q[block].to(wide).transpose(0, 1)
+        wide_q = wide_rows(q[block], blind).transpose(0, 1)
         grad_k[:, first:last] += torch.matmul(grad_scores.transpose(1, 2), wide_q)
-    return grad_q, _rows_first(grad_k, k), _rows_first(grad_v, v)
-
-
-def _rows_first(grad: Tensor, like: Tensor) -> Tensor:
-    return grad.transpose(0, 1).to(like.dtype).contiguous()
+    grad_k_pe = grad_k.new_empty(0) if k_pe is None else grad_k[..., nope:].sum(dim=0)
+    return (
+        grad_q[..., :nope].contiguous(),
+        grad_k[..., :nope].transpose(0, 1).to(k.dtype).contiguous(),
+        grad_v.transpose(0, 1).to(v.dtype).contiguous(),
+        # Never a view: for one token and one head it would lie in the memory of the first.
+        grad_q.new_empty(0) if q_pe is None else grad_q[..., nope:].clone(),
+        grad_k_pe.to(k.dtype),
+    )
 
 
 def _visible(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._blocks import checks_values, row_blocks
 from ._dtypes import wide_dtype
-from ._softmax import softmax_backward, softmax_lse
+from ._softmax import softmax_backward, softmax_lse, wide_rows
 
 
 def check_positions(indices: Tensor, ks: Tensor, rows: int) -> None:
@@ -66,14 +66,15 @@ def attend_rows_backward(
         return grad_q, grad_keys.to(q.dtype)
     for block in _blocks(q, indices, batch_invariant=False):
         rows, valid = _gather(parts, indices[block], ks[block])
-        wide_q = q[block].to(wide)
+        blind = ~valid.any(dim=1)
+        wide_q = wide_rows(q[block], blind)
         scores = torch.matmul(wide_q, rows.transpose(1, 2)).mul_(scale)
         probabilities, _ = softmax_lse(scores, valid[:, None])
-        grad_block = grad_out[block].to(wide)
+        grad_block = wide_rows(grad_out[block], blind)
         grad_scores = softmax_backward(
             probabilities,
             torch.matmul(grad_block, rows[..., :v_dim].transpose(1, 2)),
-            None if grad_lse is None else grad_lse[block].to(wide),
+            None if grad_lse is None else wide_rows(grad_lse[block], blind),
         ).mul_(scale)
         grad_q[block] = torch.matmul(grad_scores, rows).to(q.dtype)
         grad_rows = torch.matmul(grad_scores.transpose(1, 2), wide_q)

@@ -99,8 +99,10 @@ def _backward_reference(
     ks: Tensor,
     ke: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _mha.attend_backward(grad_out, grad_lse, q, k, v, None, ks, ke, scale)
+    q_pe: Tensor | None = None,
+    k_pe: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _mha.attend_backward(grad_out, grad_lse, q, k, v, None, ks, ke, scale, q_pe, k_pe)
 
 
 def _backward_fake(
@@ -112,8 +114,10 @@ def _backward_fake(
     ks: Tensor,
     ke: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    q_pe: Tensor | None = None,
+    k_pe: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _mha.backward_fake(q, k, v, q_pe, k_pe)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -123,16 +127,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, ks, ke, q_pe, k_pe = ctx.saved_tensors
-    q, k = _mha.joined(q, k, q_pe, k_pe)
     grad_lse_or_none = grad_lse if ctx.return_lse else None
-    grad_q, grad_k, grad_v = _backward_op(grad_out, grad_lse_or_none, q, k, v, ks, ke, ctx.scale)
-    grad_q, grad_k, grad_q_pe, grad_k_pe = _mha.parted(grad_q, grad_k, q_pe)
-    return (grad_q, grad_k, grad_v, *[None] * 6, grad_q_pe, grad_k_pe)
+    grad_q, grad_k, grad_v, *grads_pe = dense_mha_backward(
+        grad_out, grad_lse_or_none, q, k, v, ks, ke, ctx.scale, q_pe, k_pe
+    )
+    return (grad_q, grad_k, grad_v, *[None] * 6, *(grads_pe if q_pe is not None else (None, None)))
 
 
-_backward_op = define_op(
+dense_mha_backward = define_op(
     "dense_mha_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor ks,"
-    " Tensor ke, float scale) -> (Tensor, Tensor, Tensor)",
+    " Tensor ke, float scale, Tensor? q_pe=None, Tensor? k_pe=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward_reference,
     fake=_backward_fake,
 )

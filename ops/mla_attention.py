@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import providers, routing
 from ._attend import attend, promoted_dtype
+from ._attend_backward import attend_backward
 from ._checks import (
     require_floating,
     require_interval,
@@ -188,13 +188,19 @@ class Operands(NamedTuple):
 _SPARSE_ONLY = routing.KernelCapabilities()
 
 
-def _attend(call: Operands) -> tuple[Tensor, Tensor]:
+def _decide(call: Operands) -> tuple[routing.Route, routing.RouteSpec]:
     spec = call.route_spec(providers.kernel_capabilities(call.q_nope.device.type))
     decision = routing.decide(spec, call.batch_facts())
     if call.indices is None and decision.route is not routing.Route.DENSE_MHA:
         raise ValueError(f"indices must be given where the route reads them, got None: {decision}")
+    return decision.route, spec
+
+
+def _reference(*args: Any) -> tuple[Tensor, Tensor]:
+    call = Operands(*args)
+    route, spec = _decide(call)
     return attend(
-        decision.route,
+        route,
         call.q_nope,
         call.q_pe,
         call.kv_c,
@@ -208,10 +214,6 @@ def _attend(call: Operands) -> tuple[Tensor, Tensor]:
         return_lse=call.return_lse,
         batch_invariant=spec.config.batch_invariant,
     )
-
-
-def _reference(*args: Any) -> tuple[Tensor, Tensor]:
-    return _attend(Operands(*args))
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -228,17 +230,33 @@ _DIFFERENTIABLE = 5
 
 
 def _backward_reference(
-    grad_out: Tensor, grad_lse: Tensor | None, *args: Any
+    grad_out: Tensor, grad_lse: Tensor | None, weight_grad: bool, *args: Any
 ) -> tuple[Tensor, ...]:
-    inputs = [tensor.detach().requires_grad_() for tensor in args[:_DIFFERENTIABLE]]
-    with torch.enable_grad():
-        out, lse = _attend(Operands(*inputs, *args[_DIFFERENTIABLE:]))
-    outputs, grads = ([out], [grad_out]) if grad_lse is None else ([out, lse], [grad_out, grad_lse])
-    return tuple(grad.contiguous() for grad in torch.autograd.grad(outputs, inputs, grads))
+    call = Operands(*args)
+    route, _ = _decide(call)
+    return attend_backward(
+        route,
+        grad_out,
+        grad_lse,
+        call.q_nope,
+        call.q_pe,
+        call.kv_c,
+        call.k_pe,
+        call.kv_b_weight,
+        call.indices,
+        call.ks,
+        call.ke,
+        call.scale,
+        weight_grad,
+    )
 
 
-def _backward_fake(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    return tuple(tensor.new_empty(tensor.shape) for tensor in args[:_DIFFERENTIABLE])
+def _backward_fake(
+    grad_out: Tensor, grad_lse: Tensor | None, weight_grad: bool, *args: Any
+) -> tuple[Tensor, ...]:
+    *operands, weight = args[:_DIFFERENTIABLE]
+    grads = [tensor.new_empty(tensor.shape) for tensor in operands]
+    return (*grads, weight.new_empty(weight.shape if weight_grad else 0))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -249,10 +267,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _backward_op(
-        grad_out, grad_lse if ctx.return_lse else None, *ctx.saved_tensors, *ctx.call
+    weight_grad = ctx.needs_input_grad[_DIFFERENTIABLE - 1]
+    *grads, grad_weight = _backward_op(
+        grad_out,
+        grad_lse if ctx.return_lse else None,
+        weight_grad,
+        *ctx.saved_tensors,
+        *ctx.call,
     )
-    return (*grads, *[None] * (len(Operands._fields) - _DIFFERENTIABLE))
+    others = [None] * (len(Operands._fields) - _DIFFERENTIABLE)
+    return (*grads, grad_weight if weight_grad else None, *others)
 
 
 _ARGUMENTS = (
@@ -263,7 +287,7 @@ _ARGUMENTS = (
 )
 
 _backward_op = define_op(
-    f"mla_attention_backward(Tensor grad_out, Tensor? grad_lse, {_ARGUMENTS})"
+    f"mla_attention_backward(Tensor grad_out, Tensor? grad_lse, bool weight_grad, {_ARGUMENTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward_reference,
     fake=_backward_fake,

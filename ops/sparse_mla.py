@@ -157,13 +157,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     q_latent, q_pe, kv_c, k_pe, indices, ks = ctx.saved_tensors
     grad_lse_or_none = grad_lse if ctx.return_lse else None
-    grads = _backward_op(
+    grads = sparse_mla_backward(
         grad_out, grad_lse_or_none, q_latent, q_pe, kv_c, k_pe, indices, ks, ctx.scale
     )
     return (*grads, None, None, None, None, None)
 
 
-_backward_op = define_op(
+sparse_mla_backward = define_op(
     "sparse_mla_backward(Tensor grad_out, Tensor? grad_lse, Tensor q_latent, Tensor q_pe,"
     " Tensor kv_c, Tensor k_pe, Tensor indices, Tensor ks, float scale)"
     " -> (Tensor, Tensor, Tensor, Tensor)",

@@ -100,7 +100,7 @@ def masked_mha(
             chosen, first, last = indices[rows], ks[rows], ke[rows]
             mask = None
             # Tiles know the interval of each row.
-            if (run.form is Form.RAGGED and not compiled) or not _selects_all(chosen, first, last):
+            if (run.form is Form.RAGGED and not compiled) or not selects_all(chosen, first, last):
                 mask = selected_keys(chosen, first, last, block.first, block.last)
             if compiled:
                 _tiles.attend(out, lse, q, k, v, ks, ke, [block], scale, mask, q_pe, k_pe)
@@ -137,7 +137,8 @@ def _mask_row_bytes(run: Run) -> int:
     return 8 * (run.last - run.first)
 
 
-def _selects_all(indices: Tensor, ks: Tensor, ke: Tensor) -> bool:
+def selects_all(indices: Tensor, ks: Tensor, ke: Tensor) -> bool:
+    """Whether each row selects all that it sees, in ascending order."""
     return bool((closed_form(ks, ke, indices.shape[1]) == indices).all()) and (
         int((ke - ks).max()) <= indices.shape[1]
     )

@@ -70,14 +70,14 @@ def _attend(
     step = 1 if batch_invariant else _rows_at_once(indices.shape[1], heads, keys)
     for start in range(0, rows, step):
         block = slice(start, start + step)
-        chosen, first = _used_lanes(indices[block]), ks[block]
+        chosen, first = used_lanes(indices[block]), ks[block]
         if chosen.shape[1] == 0:
             out[block] = 0.0
             continue
         gathered = None if batch_invariant else _consecutive(keys, chosen, first)
         if gathered is None:
-            gathered = _gather(keys, chosen, first)
-        scores = _scores([query[block] for query in queries], gathered, scale)
+            gathered = gather(keys, key_rows(chosen, first, keys[0].shape[0]))
+        scores = sum_of_scores([query[block] for query in queries], gathered, scale)
         valid = chosen >= 0
         every = bool(valid.all())
         if not every:
@@ -105,7 +105,7 @@ def _rows_at_once(topk: int, heads: int, keys: tuple[Tensor, ...]) -> int:
     return max(1, min(_TILE_BYTES, _options.current().workspace_bytes) // max(1, row_bytes))
 
 
-def _used_lanes(indices: Tensor) -> Tensor:
+def used_lanes(indices: Tensor) -> Tensor:
     """``indices`` without the trailing lanes that hold no key in any row."""
     used = (indices >= 0).any(dim=0).nonzero()
     return indices[:, : int(used[-1]) + 1] if used.shape[0] else indices[:, :0]
@@ -123,21 +123,25 @@ def _consecutive(keys: tuple[Tensor, ...], chosen: Tensor, ks: Tensor) -> list[T
     return [part[span].to(torch.float32)[None] for part in keys]
 
 
-def _gather(keys: tuple[Tensor, ...], chosen: Tensor, ks: Tensor) -> list[Tensor]:
-    """[t, lanes, width] float32 of each part.
+def key_rows(chosen: Tensor, ks: Tensor, keys: int) -> Tensor:
+    """[t, lanes] int32, which of the packed ``keys`` each lane reads.
 
     A lane without a key repeats the last key of its row: any other address may hold NaN, which
     survives a probability of 0.
     """
     row = torch.where(chosen >= 0, chosen, chosen.amax(dim=1, keepdim=True)) + ks[:, None]
-    row = row.clamp_(0, keys[0].shape[0] - 1).flatten()
+    return row.clamp_(0, keys - 1)
+
+
+def gather(keys: tuple[Tensor, ...], rows: Tensor) -> list[Tensor]:
+    """[t, lanes, width] float32 of each part, at the addresses ``rows`` [t, lanes]."""
     return [
-        part.index_select(0, row).to(torch.float32).view(*chosen.shape, part.shape[1])
+        part.index_select(0, rows.flatten()).to(torch.float32).view(*rows.shape, part.shape[1])
         for part in keys
     ]
 
 
-def _scores(queries: list[Tensor], gathered: list[Tensor], scale: float) -> Tensor:
+def sum_of_scores(queries: list[Tensor], gathered: list[Tensor], scale: float) -> Tensor:
     """[t, N, lanes] float32."""
     tokens, heads, lanes = *queries[0].shape[:2], gathered[0].shape[1]
     scores = gathered[0].new_empty((tokens, heads, lanes))
