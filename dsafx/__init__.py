@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ._debug import debug
     from .models.compile import compile
     from .models.prefill import prefill
+    from .models.tensor_parallel import tensor_parallel
     from .models.transformers import disable, enable, enabled, enabling
     from .ops import routing
 
@@ -30,6 +31,7 @@ __all__ = [
     "ops",
     "prefill",
     "routing",
+    "tensor_parallel",
 ]
 
 __version__ = "0.1.0"
@@ -44,6 +46,7 @@ _FUNCTIONS = {
     "enabling": ".models.transformers",
     "inductor_options": "._backend",
     "prefill": ".models.prefill",
+    "tensor_parallel": ".models.tensor_parallel",
 }
 
 

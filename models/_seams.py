@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,60 +11,74 @@ from transformers.cache_utils import Cache
 from .. import ops
 from ..ops import routing
 from ..ops._requests import attend_requests, is_interval, packed_rows, select_requests
+from ._attention_weights import attention_weights
 from ._index_rope import rotate_index
+from ._intervals import prepared_mask
 from ._selection import LayerRouting, Step, note, plan, select
+from ._sharding import check_one_selection, sum_gradients
+from ._weights import check_weight, effective_weight, is_wrapped
 from .config import DSAConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class AttentionSeams:
-    """What an attention module of transformers carries, as ``dsa_layer``, while on our ops."""
+    """What an attention module of transformers carries, as ``dsa_layer``, while on our ops.
+
+    Args:
+        config: of the model, with the heads of all ranks.
+        layer_idx: of the module.
+        route: mode and limits.
+        mesh: the ranks that share the module's heads, or None.
+
+    Raises:
+        ValueError: the ranks cannot hold the same number of heads.
+    """
 
     dsa_capabilities = routing.LayerCapabilities(dense_mha=True, masked_mha=True)
 
-    def __init__(self, config: DSAConfig, layer_idx: int, route: routing.RouteConfig) -> None:
-        self.config = config
-        self.routing = LayerRouting.of(self, config, layer_idx, route)
+    def __init__(
+        self,
+        config: DSAConfig,
+        layer_idx: int,
+        route: routing.RouteConfig,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self.config = config if mesh is None else config.for_ranks(mesh.size())
+        self.routing = LayerRouting.of(self, self.config, layer_idx, route)
 
     @staticmethod
     def kv_b_weight(module: nn.Module) -> Tensor:
         """[N * (P + V), L], the weight of the latents' up-projection, looked up each forward.
 
+        The rows of this rank's heads where they are sharded.
+
         Raises:
-            NotImplementedError: ``kv_b_proj`` is anything but a plain dense linear layer, so that
-                its weight does not say what it computes.
+            NotImplementedError: no weight says what ``kv_b_proj`` computes.
         """
-        projection = module.kv_b_proj
-        if type(projection) is not nn.Linear:
-            raise NotImplementedError(
-                f"kv_b_proj of layer {module.layer_idx} must be a plain nn.Linear, got"
-                f" {type(projection).__name__}"
-            )
-        return projection.weight
+        # The norm that makes the latents has their dtype, whatever its successor is stored in.
+        dtype = cast(Tensor, cast(nn.Module, module.kv_a_layernorm).weight).dtype
+        return effective_weight(cast(nn.Module, module.kv_b_proj), _up_projection(module), dtype)
+
+
+def _up_projection(module: nn.Module) -> str:
+    return f"kv_b_proj of layer {module.layer_idx}"
 
 
 def check_attention(module: nn.Module) -> None:
     """Refuse an attention module whose function our ops would not reproduce.
 
     Raises:
-        NotImplementedError: ``kv_b_proj`` is no plain dense linear layer without bias and hooks, or
-            the module is in training mode with attention dropout.
+        NotImplementedError: no weight says what ``kv_b_proj`` computes, or the module is in
+            training mode with attention dropout.
     """
-    layer = f"layer {module.layer_idx}"
-    weight = AttentionSeams.kv_b_weight(module)
-    projection = cast(nn.Linear, module.kv_b_proj)
-    if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.itemsize < 2:
-        raise NotImplementedError(
-            f"kv_b_proj of {layer} must have a dense weight of 16 bits or more, got"
-            f" {type(weight).__name__} of {weight.dtype}"
-        )
-    if projection.bias is not None:
-        raise NotImplementedError(f"kv_b_proj of {layer} must have no bias")
-    if projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection):
-        raise NotImplementedError(
-            f"kv_b_proj of {layer} must have no hooks: its weight is used without calling it"
-        )
+    check_weight(cast(nn.Module, module.kv_b_proj), _up_projection(module))
     if module.training and module.attention_dropout:
-        raise NotImplementedError(_dropout_message(layer, module.attention_dropout))
+        raise NotImplementedError(
+            _dropout_message(f"layer {module.layer_idx}", module.attention_dropout)
+        )
 
 
 def _dropout_message(layer: str, dropout: object) -> str:
@@ -106,10 +120,13 @@ def indexer_forward(
     config = layer.config
     batch, rows = hidden_states.shape[:2]
     cos, sin = (_packed_angles(part, batch, config) for part in position_embeddings)
+    # In a decoder of which other layers are not ours, nobody looked at the mask before.
+    if attention_mask.is_floating_point():
+        attention_mask = prepared_mask(attention_mask)
 
     key = indexer.wk(hidden_states).flatten(0, 1)
-    key = ops.layer_norm(key, indexer.k_norm.weight, indexer.k_norm.bias, config.index_norm_eps)
-    keys = rotate_index(key, cos, sin, config).view(batch, rows, config.index_head_dim)
+    normed = _normed(indexer.k_norm, key, config.index_norm_eps)
+    keys = rotate_index(normed, cos, sin, config).view(batch, rows, config.index_head_dim)
     if cache is not None:
         keys = cache.update_indexer(keys, indexer.layer_idx)
     key_len = keys.shape[1]
@@ -135,6 +152,13 @@ def indexer_forward(
     return None if selected is None else selected.view(batch, rows, config.topk)
 
 
+def _normed(norm: nn.Module, x: Tensor, eps: float) -> Tensor:
+    """``norm`` of [T, D], as our op where its parameters say everything."""
+    if type(norm) is nn.LayerNorm and not is_wrapped(norm):
+        return ops.layer_norm(x, norm.weight, norm.bias, eps)
+    return cast(Tensor, norm(x))
+
+
 def _packed_angles(part: Tensor, batch: int, config: DSAConfig) -> Tensor:
     """cos or sin as ``ops.rope`` takes it, [B * S, R / 2] float32."""
     half = part[..., : config.qk_rope_head_dim // 2].float()
@@ -151,7 +175,7 @@ def attend(
     dropout: float = 0.0,
     indices: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The attention interface of the name "dsafx".
 
     Args:
@@ -162,18 +186,27 @@ def attend(
         scaling: softmax scale.
         dropout: must be 0.
         indices: [B, S, K] int32, the selection; None where the layer's route reads none.
-        kwargs: what transformers hands to every attention function; not used.
+        kwargs: what transformers hands to every attention function; ``output_attentions`` is read.
 
     Returns:
-        [B, S, N, V], and None for the attention weights, which are never formed.
+        [B, S, N, V]; and None, or with ``output_attentions`` the weights [B, N, S, keys], which
+        take memory for each query token times each key.
 
     Raises:
-        NotImplementedError: dropout, or a ``kv_b_proj`` that is not a plain linear layer.
+        NotImplementedError: dropout, or no weight says what ``kv_b_proj`` computes.
+        ValueError: other heads in ``query`` than this rank's, as ``enable`` found them.
     """
-    layer: LayerRouting = cast(Any, module).dsa_layer.routing
+    seam: AttentionSeams = cast(Any, module).dsa_layer
+    layer = seam.routing
     config = layer.config
     if dropout:
         raise NotImplementedError(_dropout_message(f"layer {layer.layer_idx}", dropout))
+    if query.shape[1] != config.num_heads:
+        raise ValueError(
+            f"layer {layer.layer_idx} has {query.shape[1]} query heads on this rank, and kv_b_proj"
+            f" had {config.num_heads} when it was enabled: the projections of the heads must be"
+            " sharded alike, and before that"
+        )
     mask = attention_mask[:, 0]
 
     def step() -> Step:
@@ -183,17 +216,23 @@ def attend(
 
     if config.schedule[layer.layer_idx] == "shared":
         note(layer, step, config.is_followed(layer.layer_idx))
+    check_one_selection(indices, seam.mesh, layer.layer_idx)
+    key = sum_gradients(key, seam.mesh)
     q_nope, q_pe = torch.split(query, [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+    up_projection = AttentionSeams.kv_b_weight(module)
     out = attend_requests(
         q_nope,
         q_pe,
         key,
         value,
-        AttentionSeams.kv_b_weight(module),
+        up_projection,
         indices,
         mask,
         config.topk,
         scaling,
         layer.spec,
     )
-    return out.transpose(1, 2), None
+    weights = None
+    if kwargs.get("output_attentions", cast(Any, module).config.output_attentions):
+        weights = attention_weights(q_nope, q_pe, key, value, up_projection, indices, mask, scaling)
+    return out.transpose(1, 2), weights

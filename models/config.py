@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ..ops import routing
@@ -29,6 +29,7 @@ class DSAConfig:
     """Sizes, schedule and numerics of a DSA model.
 
     Attributes:
+        num_heads: of the attention; on a rank of ``for_ranks``, those of that rank.
         schedule: for each layer "full" (it owns an indexer) or "shared" (it takes the selection of
             the nearest full layer before it).
         mla_rope_style, index_rope_style: how the dims of a pair lie in the rotated part of the
@@ -68,6 +69,19 @@ class DSAConfig:
     def is_followed(self, layer_idx: int) -> bool:
         """Whether the next layer takes the selection that layer ``layer_idx`` works with."""
         return layer_idx + 1 < self.num_layers and self.schedule[layer_idx + 1] == "shared"
+
+    def for_ranks(self, ranks: int) -> DSAConfig:
+        """The model as one of ``ranks`` that share its heads sees it (tensor parallelism).
+
+        Raises:
+            ValueError: the ranks cannot hold the same number of heads.
+        """
+        if ranks < 1 or self.num_heads % ranks:
+            raise ValueError(
+                f"num_heads must be a multiple of the number of ranks that share the heads, got"
+                f" {self.num_heads} heads and {ranks} ranks"
+            )
+        return self if ranks == 1 else replace(self, num_heads=self.num_heads // ranks)
 
     def route_spec(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,11 @@ from .. import ops
 from ..ops import routing
 from ._index_rope import rotate_index
 from ._selection import LayerRouting, Step, plan, select
+from ._sharding import check_one_selection, local_weight, sum_gradients
 from .config import DSAConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _DEFAULT_ROUTE = routing.RouteConfig()
 
@@ -53,6 +58,7 @@ class DSAAttention(nn.Module):
             raise ValueError(f"layer_idx must be in [0, {config.num_layers}), got {layer_idx}")
         self.config = config
         self.layer_idx = layer_idx
+        self.mesh: DeviceMesh | None = None
         self.routing = LayerRouting.of(self, config, layer_idx, route)
         bias, heads = config.attention_bias, config.num_heads
         nope, rope, v = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
@@ -68,8 +74,17 @@ class DSAAttention(nn.Module):
         self.indexer = Indexer(config) if config.schedule[layer_idx] == "full" else None
 
     def kv_b_weight(self) -> Tensor:
-        """[N * (P + V), L], the up-projection of the latents, rows of each head ``[P | V]``."""
-        return self.kv_b_proj.weight
+        """[N * (P + V), L], the up-projection of the latents, rows of each head ``[P | V]``.
+
+        Of the heads of this rank.
+        """
+        return local_weight(self.kv_b_proj.weight)
+
+    def share_heads(self, mesh: DeviceMesh) -> None:
+        """Count the heads of this rank alone, once the projections are sharded over ``mesh``."""
+        self.mesh = mesh
+        self.config = self.config.for_ranks(mesh.size())
+        self.routing = LayerRouting.of(self, self.config, self.layer_idx, self.routing.route)
 
     def forward(
         self,
@@ -136,12 +151,13 @@ class DSAAttention(nn.Module):
         if self.indexer is not None and index_k is not None:
             score = self._scoring(self.indexer, index_k, hidden_states, q_c, cos, sin, step)
             indices = select(self.routing, step, decision, score)
+        check_one_selection(indices, self.mesh, self.layer_idx)
         q = self.q_b_proj(q_c).view(q_c.shape[0], config.num_heads, -1)
         q_nope, q_pe = torch.split(q, [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
         out, _ = ops.mla_attention(
             q_nope,
             ops.rope(q_pe, cos, sin, config.mla_rope_style),
-            kv_c,
+            sum_gradients(kv_c, self.mesh),
             k_pe,
             self.kv_b_weight(),
             indices,

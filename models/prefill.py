@@ -16,7 +16,7 @@ except ImportError as error:
         "transformers 5.24 or later is needed here: pip install 'dsafx[transformers]'"
     ) from error
 
-from .transformers import admit, enabled
+from .transformers import admit
 
 
 class Prefilled(NamedTuple):
@@ -92,8 +92,7 @@ def prefill(
         )
     if cache.batch_size not in (-1, batch):
         raise ValueError(f"cache holds {cache.batch_size} requests, got {batch} in input_ids")
-    if enabled(host):
-        admit(host, max_kv_len=max(room, cached + new), max_query_len=min(chunk_size, new))
+    admit(host, max_kv_len=max(room, cached + new), max_query_len=min(chunk_size, new))
 
     positions = (mask.long().cumsum(dim=-1) - 1).masked_fill(mask == 0, 0)
     with _bar(progress, new, chunks=-(-new // chunk_size)) as advance:

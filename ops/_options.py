@@ -14,8 +14,9 @@ class Options:
 
     workspace_bytes: most bytes a kernel may hold beyond its inputs and outputs (contract C21);
         read at each call.
-    check: check values inside tensors of every device, not only of the CPU (C23); this reads the
-        device.
+    check: check values inside tensors of every device, not only of the CPU (C23), and that ranks
+        which share a layer's heads select the same keys (C10): in eager calls of a model's layers,
+        and on all ranks or none, since they wait for each other. This reads the device.
     compiled_kernels: whether kernels may be compiled at first use, and used; without them the cpu
         provider stays with PyTorch's own, which are slower.
     provider: name of the only provider to use, or None for the first that supports the call.

@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from _ranks import Ranks
 
 hypothesis.settings.register_profile("dsafx", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("dsafx")
@@ -36,6 +40,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     large = [item for item in items if item.get_closest_marker("matrix")]
     config.hook.pytest_deselected(items=large)
     items[:] = [item for item in items if item not in large]
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Two processes with a process group, started for the first test that wants them."""
+    from _ranks import Ranks
+
+    started = Ranks()
+    yield started
+    started.close()
 
 
 @pytest.fixture(autouse=True)

@@ -135,6 +135,21 @@ def test_generate_goes_on_with_the_tokens_of_one_pass(
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_of_any_dtype_may_hide_tokens_of_the_prompt(
+    model: PreTrainedModel, dtype: torch.dtype
+):
+    ids, mask = prompt(2, 50), left_padding(50, 0, 5)
+    mask[0, 11:14] = 0
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=5)
+    given = mask.to(dtype)
+    with enabling(model):
+        cache = DynamicCache(config=model.config)
+        prefill(model, ids[:, :-1], cache, chunk_size=19, attention_mask=given[:, :-1])
+        got = model.generate(ids, attention_mask=given, cache=cache, max_new_tokens=5)
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize(
     ("wrapped", "backend"),
     [
