@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -91,6 +92,8 @@ class Ranks:
 def _serve(rank: int, store: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
     torch.set_num_threads(1)
+    # pytest calls a test's module ``tests.<name>``. Last, so that the package is the installed one.
+    sys.path.append(str(Path(__file__).parents[1]))
     # A file, since a port may be taken by another worker of the test run.
     dist.init_process_group(
         "gloo",

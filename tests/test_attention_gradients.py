@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from _attention_cases import INTERVALS, selection
+from _attention_operands import INTERVALS, selection
 from _inside import Inside
 from _reference import causal_intervals, int32
 from hypothesis import given, settings

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _attention_cases import INTERVALS, LONG, expanded, selection
+from _attention_operands import INTERVALS, LONG, expanded, selection
 from _inside import Inside
 from _reference import causal_intervals, int32
 from hypothesis import given, settings
