@@ -19,6 +19,12 @@ TWO_LAYERS = {
     "glm_moe_dsa": {"num_hidden_layers": 2, "indexer_types": ["full", "shared"]},
 }
 
+# Where many graphs are compiled, the fast tests take the family that has shared layers too.
+SLOW_WITHOUT_SHARED_LAYERS = [
+    pytest.param("deepseek_v32", marks=pytest.mark.slow),
+    "glm_moe_dsa",
+]
+
 
 def small_model(family: str):
     return tiny_model(family, **TWO_LAYERS[family])
@@ -45,7 +51,7 @@ def run(model, length: int, cache_kind: str, padded: bool):
     return torch.cat([logits.reshape(-1, logits.shape[-1]) for logits in kept])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SLOW_WITHOUT_SHARED_LAYERS)
 @pytest.mark.parametrize(("cache", "padded"), [("dynamic", False), ("static", True)])
 def test_compiled_logits_are_those_of_transformers(family, cache, padded):
     check_logits(family, cache, padded, LENGTHS, passes_only)
@@ -143,7 +149,7 @@ def test_a_short_prefill_scores_nothing_and_still_writes_the_index_keys(family):
             torch.testing.assert_close(layer.indexer_keys, reference.indexer_keys)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SLOW_WITHOUT_SHARED_LAYERS)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_specialising_on_the_length_costs_one_graph_at_most(family, dynamic):
     """Lengths below, above and below K, in both orders; the numbers are right in any."""
