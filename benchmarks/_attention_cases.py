@@ -123,13 +123,12 @@ def _routed(setting: Setting, tokens: int, keys: int) -> Prepared:
             spec,
         )
 
-    expanded_bytes = keys * heads * (2 * dims.v_head_dim + 2 * dims.qk_head_dim)
     return Prepared(
         tokens,
         keys,
         ours,
         lambda: peers.attend(attention, q, latents, rotated, named, mask),
-        peer_bytes=_sdpa_bytes(dims, tokens, keys) + weight.itemsize * expanded_bytes,
+        peer_bytes=_sdpa_bytes(dims, tokens, keys) + weight.itemsize * dims.expanded(keys),
         floor=_attention_floor(setting, tokens, keys, int(ke.clamp(max=topk).sum())),
         comparable=True,
     )
@@ -170,13 +169,12 @@ def decode_layer(setting: Setting) -> Prepared:
         growing.update(*newest[:2], 0)
         growing.update_indexer(newest[2], 0)
 
-    expanded_bytes = keys * dims.num_attention_heads * (2 * dims.v_head_dim + 2 * dims.qk_head_dim)
     return Prepared(
         1,
         keys,
         layer.step(layer.enabled, cache, hidden),
         layer.step(layer.plain, cache, hidden),
-        peer_bytes=setting.dtype.itemsize * expanded_bytes,
+        peer_bytes=setting.dtype.itemsize * dims.expanded(keys),
         others={
             "ceiling": lambda: peers.projections_and_absorption(setting.attention, hidden),
             "growth": grow,

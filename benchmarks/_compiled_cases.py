@@ -98,13 +98,12 @@ def compiled_decode(setting: Setting) -> Prepared:
         filled = FilledCache(plain, dims, keys)
         steps[backend] = filled.step(_compiled(Attention(plain, filled.cache), backend))
     _assert_recognised(steps["dsafx"], hidden, positions)
-    expanded = keys * dims.num_attention_heads * (2 * dims.v_head_dim + 2 * dims.qk_head_dim)
     return Prepared(
         1,
         keys,
         lambda: steps["dsafx"](hidden, positions),
         lambda: steps["inductor"](hidden, positions),
-        peer_bytes=setting.dtype.itemsize * expanded,
+        peer_bytes=setting.dtype.itemsize * dims.expanded(keys),
         others={"ceiling": lambda: peers.projections_and_absorption(setting.attention, hidden)},
         notes={
             "share of the ceiling": ("ceiling", "ours"),

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import (
+    Cache,
     DeepseekV32Config,
     DeepseekV32Model,
     DynamicCache,
@@ -59,6 +60,10 @@ class Dims:
         """Softmax scale."""
         return float(self.qk_head_dim**-0.5)
 
+    def expanded(self, tokens: int) -> int:
+        """Numbers in the expanded keys and values of ``tokens``, and in what they are copied to."""
+        return 2 * tokens * self.num_attention_heads * (self.qk_head_dim + self.v_head_dim)
+
 
 VOCABULARY = 16
 """Of every model here."""
@@ -94,14 +99,8 @@ class Layer(Pair):
         """
         rows, keys = hidden.shape[1], cache.keys
         positions = torch.arange(keys - rows, keys)[None]
-        mask = create_causal_mask(
-            config=model.config,
-            inputs_embeds=hidden,
-            attention_mask=None,
-            cache=cache.as_dynamic(model.config, keys - rows),
-            position_ids=positions,
-            allow_is_causal_skip=False,
-        )
+        past = cache.as_dynamic(model.config, keys - rows)
+        mask = causal_mask(model, hidden, past, positions)
         return Step(attention_of(model), hidden, angles(model, hidden, positions), mask, cache)
 
 
@@ -159,6 +158,24 @@ class GrownCache:
 def attention_of(model: PreTrainedModel) -> Any:
     """The attention module of a model of one layer."""
     return cast(Any, model.base_model).layers[0].self_attn
+
+
+def causal_mask(
+    model: PreTrainedModel, like: Tensor, cache: Cache | None, positions: Tensor | None = None
+) -> Tensor:
+    """What the model makes for attention of ``like`` [1, T, ...]: intervals where it is enabled.
+
+    An enabled layer has a config of its own; that of the model says what transformers would do.
+    """
+    mask: Tensor = create_causal_mask(
+        config=attention_of(model).config,
+        inputs_embeds=like,
+        attention_mask=None,
+        cache=cache,
+        position_ids=positions,
+        allow_is_causal_skip=False,
+    )
+    return mask
 
 
 def angles(model: PreTrainedModel, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

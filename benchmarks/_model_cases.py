@@ -8,14 +8,15 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-from _families import VOCABULARY, Dims, Family, Pair, angles, attention_of
+from _families import VOCABULARY, Dims, Family, Pair, angles, attention_of, causal_mask
 from _filled_cache import FilledCache
 from _measure import Call
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 
 _LAYERS = 2
+# Under which these model families look up a prepared mask.
+_MASK_KEY = "indexed_attention"
 
 
 class Subject(StrEnum):
@@ -86,10 +87,9 @@ class Case:
         """
         heads, pairs = dims.num_attention_heads, self.tokens * self.length
         fused = dims.qk_head_dim == dims.v_head_dim
-        expanded = self.length * heads * (2 * dims.v_head_dim + 2 * dims.qk_head_dim)
         probabilities = 0 if fused else 2 * pairs * heads
         scores = 2 * 4 * pairs * dims.index_n_heads
-        return max(scores, dtype.itemsize * (expanded + probabilities))
+        return max(scores, dtype.itemsize * (dims.expanded(self.length) + probabilities))
 
 
 def models(family: Family, scope: Scope, dims: Dims, dtype: torch.dtype) -> Pair:
@@ -109,12 +109,13 @@ def prepare(case: Case, subject: Subject, pair: Pair) -> Call:
         size = (1, case.tokens, pair.dims.hidden_size)
         hidden = torch.randn(size, generator=generator).to(pair.dtype)
         module = _Layer(model, filled)
-        args = (hidden, *angles(model, hidden, positions), _mask(model, hidden, filled))
+        mask = causal_mask(model, hidden, None if filled is None else filled.cache)
+        args = (hidden, *angles(model, hidden, positions), mask)
     else:
         size = (1, case.tokens)
         module = _Model(model, filled)
         ids = torch.randint(VOCABULARY, size, generator=generator)
-        args = (ids, positions, _masks(model, positions, filled))
+        args = (ids, positions, _masks(model, ids[..., None], filled))
     run: Callable[..., Any] = module
     if subject.backend is not None:
         run = torch.compile(module, backend=subject.backend, fullgraph=True, dynamic=False)
@@ -154,26 +155,6 @@ class _Model(nn.Module):
         return out
 
 
-def _mask(model: PreTrainedModel, hidden: Tensor, filled: FilledCache | None) -> Tensor:
-    mask: Tensor = create_causal_mask(
-        config=model.config,
-        inputs_embeds=hidden,
-        attention_mask=None,
-        cache=None if filled is None else filled.cache,
-        position_ids=None,
-        allow_is_causal_skip=False,
-    )
-    return mask
-
-
-def _masks(model: PreTrainedModel, positions: Tensor, filled: FilledCache | None) -> Any:
+def _masks(model: PreTrainedModel, like: Tensor, filled: FilledCache | None) -> Any:
     """What ``generate`` makes ahead of a step with a static cache."""
-    if filled is None:
-        return None
-    return create_masks_for_generate(
-        config=model.config,
-        inputs_embeds=torch.empty(1, 1, 0, dtype=model.dtype),
-        attention_mask=None,
-        cache=filled.cache,
-        position_ids=positions,
-    )
+    return None if filled is None else {_MASK_KEY: causal_mask(model, like, filled.cache)}

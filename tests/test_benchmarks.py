@@ -134,6 +134,14 @@ def test_both_layers_share_their_weights_and_only_one_is_enabled():
     assert dsafx.enabled(layer.enabled)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_enabled_layer_is_given_intervals_and_a_plain_one_a_mask(family):
+    case = setting(family)
+    plain, enabled = operands(case, 40)
+    assert plain.mask.shape == (1, 1, 40, 40)
+    assert enabled.mask.shape == (1, 1, 40, 2)
+
+
 def test_an_op_inside_of_an_op_is_seen():
     case = setting(families.Family.GLM)
     prepared = cases.index_select(case)
