@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,6 +38,12 @@ class Run:
         """The query tokens ``start .. stop`` of this run, and the keys that they see at most."""
         hidden = self.stop - stop if self.form is Form.CAUSAL else 0
         return Run(start, stop, self.first, self.last - hidden, self.form)
+
+    def even_parts(self, count: int) -> list[Run]:
+        """This run in ``count`` parts, whose query tokens differ in number by one at most."""
+        rows = self.stop - self.start
+        edges = [self.start + rows * part // count for part in range(count + 1)]
+        return [self.part(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
 def runs(ks: Tensor, ke: Tensor) -> Iterator[Run]:

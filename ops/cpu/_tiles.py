@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
 import warnings
 from collections.abc import Iterable
@@ -85,7 +84,9 @@ def attend(
         return
     pe_width = 0 if q_pe is None else q_pe.shape[2]
     most_rows, most_keys = _tile(parts, q.shape[2] + pe_width, v.shape[2])
-    blocks = [part for run in parts for part in _split(run, most_rows)]
+    blocks = [
+        block for run in parts for block in run.even_parts(-(-(run.stop - run.start) // most_rows))
+    ]
     edges = [x for block in blocks for x in (block.start, block.stop, block.first, block.last)]
     ks, ke = ks.contiguous(), ke.contiguous()
     problem = _Problem(
@@ -149,13 +150,6 @@ def _tile(parts: list[Run], width: int, v_width: int) -> tuple[int, int]:
 def _tile_bytes(rows: int, keys: int, width: int, v_width: int) -> int:
     """Scores, queries and their sums of values, and copies of keys and values, in float32."""
     return 4 * (rows * keys + (rows + keys) * (width + v_width))
-
-
-def _split(run: Run, most_rows: int) -> list[Run]:
-    rows = run.stop - run.start
-    parts = -(-rows // most_rows)
-    edges = [run.start + rows * part // parts for part in range(parts + 1)]
-    return [run.part(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
 def _array(x: Tensor) -> _Array:

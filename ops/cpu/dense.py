@@ -15,8 +15,6 @@ took 1.5 to 2 times as long.
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -128,8 +126,7 @@ def _blocks(run: Run, mask_row_bytes: int, compiled: bool = False) -> list[Run]:
     if mask_row_bytes:
         most = max(1, _options.current().workspace_bytes // 2 // mask_row_bytes)
         parts = max(1, 0 if compiled else rows // _FULL_RATE_ROWS, -(-rows // most))
-    edges = [run.start + rows * part // parts for part in range(parts + 1)]
-    return [run.part(start, stop) for start, stop in itertools.pairwise(edges)]
+    return run.even_parts(parts)
 
 
 def _mask_row_bytes(run: Run) -> int:

@@ -10,7 +10,6 @@ summed in float32, whatever the dtype, and rounded once.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -122,10 +121,7 @@ def _blocks(ks: Tensor, ke: Tensor) -> Iterator[Run]:
         rows, row_bytes = run.stop - run.start, 12 * (run.last - run.first)
         fitting = min(_half_of_workspace() // row_bytes, _LEAST_ROWS)
         most = max(1, fitting, min(_tile_bytes() // row_bytes, _MOST_ROWS))
-        parts = -(-rows // most)
-        edges = [run.start + rows * part // parts for part in range(parts + 1)]
-        for start, stop in itertools.pairwise(edges):
-            yield run.part(start, stop)
+        yield from run.even_parts(-(-rows // most))
 
 
 def _heads_at_once(block: Run, copied: int) -> int:
