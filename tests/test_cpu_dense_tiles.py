@@ -46,7 +46,9 @@ def small_tiles(tiles, monkeypatch):
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
     """A process that has not asked for the kernel yet, and an empty cache of extensions."""
-    monkeypatch.setattr(_tiles, "_loaded", [])
+    monkeypatch.setattr(
+        _tiles, "_ENTRY", _build.Entry("mha_tiles.cpp", "dsafx_attend", "attention")
+    )
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     return tmp_path / "dsafx"
 
@@ -161,7 +163,7 @@ def test_nothing_is_compiled_while_the_option_is_off(fresh):
     with ops.options(compiled_kernels=False):
         check_dense(*expanded(40, 40), *causal_intervals([40]))
     assert not fresh.exists()
-    assert _tiles._loaded == []
+    assert not _tiles._ENTRY.asked
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ def test_where_nothing_can_be_written_the_error_names_the_place(fresh, tmp_path,
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
     with pytest.raises(_build.BuildError, match="file/dsafx"):
-        _build.load(_tiles._SOURCE)
+        _build.load(_tiles._ENTRY.source)
 
 
 def test_a_library_is_compiled_once_even_by_threads_and_leaves_only_itself(

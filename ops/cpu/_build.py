@@ -8,9 +8,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import warnings
 from pathlib import Path
 
 import torch
+
+from .. import _options
 
 _TORCH = Path(torch.__file__).parent
 _COMPILE = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
@@ -25,6 +29,51 @@ _SECONDS = 300
 
 class BuildError(RuntimeError):
     """The library cannot be had; the message says why."""
+
+
+class Entry:
+    """The function ``name`` of one C++ file beside this one, compiled when it is first asked for.
+
+    It takes a pointer to a struct, and answers null or what went wrong. That it is compiled takes
+    about five seconds, once per machine and torch (see ``load``). Where that fails, one warning
+    says that ``what`` runs on slower kernels, and why; the file is not asked for again.
+    """
+
+    def __init__(self, file: str, name: str, what: str) -> None:
+        self.source = Path(__file__).with_name(file)
+        self.name = name
+        self.what = what
+        self.asked = False
+        self._library: ctypes.CDLL | None = None
+        self._lock = threading.Lock()
+
+    def serves(self) -> bool:
+        """Whether ``call`` can be made, and compiled kernels are wanted."""
+        if not _options.current().compiled_kernels:
+            return False
+        with self._lock:
+            if not self.asked:
+                self.asked = True
+                try:
+                    self._library = load(self.source)
+                    getattr(self._library, self.name).restype = ctypes.c_char_p
+                except BuildError as error:
+                    warnings.warn(
+                        f"{self.what} runs on slower kernels, for {error}",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
+        return self._library is not None
+
+    def call(self, problem: ctypes.Structure) -> None:
+        """Call the function.
+
+        Raises:
+            RuntimeError: what it answered.
+        """
+        error = getattr(self._library, self.name)(ctypes.byref(problem))
+        if error is not None:
+            raise RuntimeError(error.decode())
 
 
 def load(source: Path) -> ctypes.CDLL:

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-import warnings
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .. import _options
-from ._build import BuildError, load
+from ._build import Entry
 from ._runs import Run
 
-_SOURCE = Path(__file__).with_name("mha_tiles.cpp")
+_ENTRY = Entry("mha_tiles.cpp", "dsafx_attend", "dense and masked attention")
 # Longer tiles spread the cost of packing operands for a product; their scores must stay in cache.
 _TILE_ROWS = 512
 _TILE_KEYS = 512
 # Where causality cuts a tile, half of it is computed in vain.
 _EDGE_KEYS = 64
 _LEAST_TILE = 16
-
-_lock = threading.Lock()
-_loaded: list[ctypes.CDLL | None] = []
 
 
 class _Array(ctypes.Structure):
@@ -47,15 +41,9 @@ class _Problem(ctypes.Structure):
 
 
 def serve(q: Tensor) -> bool:
-    """Whether ``attend`` takes this call; the first call that it could take compiles it.
-
-    That takes about five seconds, once per machine and torch (see ``_build.load``). Where it
-    fails, one warning says why and the answer is no for the rest of the process.
-    """
+    """Whether ``attend`` takes this call; the first that it could take compiles it (``Entry``)."""
     # bfloat16 products are faster in the instructions that PyTorch's kernel finds for them.
-    if q.dtype not in (torch.float32, torch.float16):
-        return False
-    return _options.current().compiled_kernels and _library() is not None
+    return q.dtype in (torch.float32, torch.float16) and _ENTRY.serves()
 
 
 def attend(
@@ -77,8 +65,6 @@ def attend(
     ``mask`` bool tells which keys a row reads; it holds the rows and keys of the one run. The
     rotated parts of queries and keys may come apart, as in ``dense_mha``; nothing is joined then.
     """
-    library = _library()
-    assert library is not None
     parts = list(runs)
     if not parts or out.numel() == 0:
         return
@@ -115,26 +101,7 @@ def attend(
         is_half=q.dtype == torch.float16,
         scale=scale,
     )
-    error = library.dsafx_attend(ctypes.byref(problem))
-    if error is not None:
-        raise RuntimeError(error.decode())
-
-
-def _library() -> ctypes.CDLL | None:
-    with _lock:
-        if not _loaded:
-            try:
-                library = load(_SOURCE)
-                library.dsafx_attend.restype = ctypes.c_char_p
-                _loaded.append(library)
-            except BuildError as error:
-                warnings.warn(
-                    f"dense and masked attention run on slower kernels, for {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                _loaded.append(None)
-        return _loaded[0]
+    _ENTRY.call(problem)
 
 
 def _tile(parts: list[Run], width: int, v_width: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ _LANE_BYTES = 16
 # Workspace of one selected lane: value and index of ``topk``, or its row, lane and position.
 _CHOSEN_BYTES = 64
 # Rows of one selection: enough work for each round of threads, and scores that stay in cache.
-_MOST_ROWS = 256
+MOST_ROWS = 256
 # Rows of unlike length share a block while the lanes beyond their ends cost less than one more
 # round of calls, or than an eighth of the scores.
 _FREE_LANES = 1 << 16
@@ -60,8 +60,8 @@ def close_short_rows(
         return _close_masked_rows(ks, lengths, topk, mask)
     long = lengths > topk
     indices = ks.new_empty((ks.shape[0], topk))
-    for start in range(0, ks.shape[0], _MOST_ROWS):
-        block = slice(start, start + _MOST_ROWS)
+    for start in range(0, ks.shape[0], MOST_ROWS):
+        block = slice(start, start + MOST_ROWS)
         if not bool(long[block].all()):
             indices[block] = closed_form(ks[block], ke[block], topk)
     return indices, long.nonzero()[:, 0]
@@ -91,7 +91,7 @@ def select_long_rows(
     ke: Tensor,
     mask: Tensor | None,
     score: Score,
-    rows_per_score: int = _MOST_ROWS,
+    rows_per_score: int = MOST_ROWS,
     bytes_per_row: int = 0,
 ) -> None:
     """Score and select the rows ``long`` of ``indices``, each of which sees more than its width.
@@ -126,7 +126,7 @@ def _row_blocks(keys: Sequence[int], topk: int, bytes_per_row: int = 0) -> Itera
     for row, length in enumerate(keys):
         rows, wider, more = row + 1 - start, max(width, length), lanes + length
         full = (
-            rows > _MOST_ROWS
+            rows > MOST_ROWS
             or rows * (_LANE_BYTES * wider + bytes_per_row) > budget
             or rows * wider > more + more // 8 + _FREE_LANES
         )
