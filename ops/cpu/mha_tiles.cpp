@@ -82,6 +82,17 @@ float largest(const float* x, int64_t n) {
   return best;
 }
 
+// The largest of the chosen; the others become kHidden.
+float hide_and_find_largest(float* x, const uint8_t* chosen, int64_t n) {
+  float best = kHidden;
+#pragma omp simd reduction(max : best)
+  for (int64_t i = 0; i < n; i++) {
+    x[i] = chosen[i] ? x[i] : kHidden;
+    best = x[i] > best ? x[i] : best;
+  }
+  return best;
+}
+
 float exp_and_sum(float* x, int64_t n, float shift) {
   float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
@@ -212,12 +223,11 @@ class Worker {
       std::tie(from, to) = seen(row, first, keys);
       std::fill(x, x + from, 0.0f);
       std::fill(x + to, x + keys, 0.0f);
-      if (p_.mask != nullptr) {
-        const uint8_t* chosen = mask_of(row, first);
-        for (int64_t i = from; i < to; i++) x[i] = chosen[i] ? x[i] : kHidden;
-      }
     }
-    const float best = std::max(best_[at], largest(x + from, to - from));
+    const float here = p_.mask == nullptr
+        ? largest(x + from, to - from)
+        : hide_and_find_largest(x + from, mask_of(row, first) + from, to - from);
+    const float best = std::max(best_[at], here);
     // Where all is hidden so far, e^(-inf) is wanted and not e^(-inf + inf).
     const float shift = best == kHidden ? 0.0f : best;
     const float sum = exp_and_sum(x + from, to - from, shift);
