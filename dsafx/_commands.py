@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -82,6 +83,61 @@ def demo(
     families = [*_demo.Family] if family is DemoFamily.BOTH else [_demo.Family(family.value)]
     agreed = _demo.run(families, new_tokens, keep=keep, seed=seed, threads=threads)
     raise typer.Exit(0 if agreed else 1)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    self_test: Annotated[
+        bool, typer.Option(help="Run each available provider's kernels once, on a few rows.")
+    ] = True,
+) -> None:
+    """Say which versions, devices and providers there are, and what is missing and what it costs.
+
+    Ends with status 1 if something that is installed is outside of its supported range or fails its
+    self-test, else with 0: what is not installed is no failure.
+    """
+    from . import _doctor
+
+    report = _doctor.examine(self_test=self_test)
+    typer.echo(report.to_json() if as_json else str(report))
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command()
+def kernels(
+    arch: Annotated[
+        list[int] | None,
+        typer.Option(help="Compile for this architecture (80, 89, 90, 100 or 120); repeatable."),
+    ] = None,
+    only: Annotated[str, typer.Option(help="Compile the kernels whose name holds this.")] = "",
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes that compile; one a core by default.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print records, not a table.")] = False,
+) -> None:
+    """Compile every Triton kernel for each architecture and print what it became; needs no GPU.
+
+    Registers, spilled bytes, shared and tensor memory, matrix instruction, and how far the kernel
+    has been checked. Ends with status 1 if a kernel breaks a limit of its architecture.
+    """
+    # It would turn kernels into ones that cannot be compiled, once Triton is imported.
+    os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        from . import _kernels
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").split(".")[0]
+        if missing not in ("rich", "triton"):
+            raise
+        typer.echo(f"this needs {missing}: pip install 'dsafx[cli,triton]'", err=True)
+        raise typer.Exit(1) from None
+    unknown = sorted(set(arch or ()) - set(_kernels.ARCHITECTURES))
+    if unknown:
+        known = ", ".join(str(each) for each in _kernels.ARCHITECTURES)
+        raise typer.BadParameter(f"--arch accepts {known}, got {unknown[0]}")
+    archs = sorted(set(arch)) if arch else _kernels.ARCHITECTURES
+    within = _kernels.run(archs, only, jobs or os.cpu_count() or 1, as_json)
+    raise typer.Exit(0 if within else 1)
 
 
 @app.command()

@@ -40,6 +40,22 @@ _BACKENDS = (
         "the same contract in blocks that fit the caches of a CPU",
     ),
     Backend(
+        "dsafx triton",
+        "SM80 to SM120",
+        KernelCapabilities(dense_mha=True, masked_mha=True, returns_lse=True),
+        "compiled for each architecture and interpreted; only where it is named",
+    ),
+    Backend(
+        "dsafx flashinfer",
+        "SM80 to SM120",
+        KernelCapabilities(dense_mha=True, returns_lse=True),
+        "adapters, sparse from SM90 up, no masked kernel; only where it is named",
+    ),
+    Backend(
+        "dsafx flash_mla", "SM90, SM100", _NONE, "an adapter, top-k MQA; only where it is named"
+    ),
+    Backend("dsafx deep_gemm", "SM90, SM100", _NONE, "an adapter, scores; only where it is named"),
+    Backend(
         "FlashInfer sparse MLA",
         "SM90",
         _DENSE,

@@ -72,9 +72,10 @@ def index_select_partial(
     return _op(q, k, weights, ks, ke, positions, visible, max_kv_len, topk)
 
 
-def _check_values(
+def check_values(
     ks: Tensor, ke: Tensor, positions: Tensor, visible: Tensor, max_kv_len: int
 ) -> None:
+    """Raise ``ValueError`` where counts contradict each other or leave the keys (C23)."""
     check_interval_values(ks, ke, positions.shape[0])
     if ks.shape[0] == 0 or not checks_values(ks):
         return
@@ -98,7 +99,7 @@ def _reference(
     max_kv_len: int,
     topk: int,
 ) -> tuple[Tensor, Tensor]:
-    _check_values(ks, ke, positions, visible, max_kv_len)
+    check_values(ks, ke, positions, visible, max_kv_len)
     found, scores = _all_of(ks, ke, positions, topk)
     if routing.selection_form(max_kv_len, topk) is routing.Selection.CLOSED:
         return found, scores

@@ -60,7 +60,7 @@ def highest(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     downwards, so that no two lanes are equal and the order of ties is part of the value.
     """
     columns = scores.shape[1]
-    rank = _ordered(scores).to(torch.int64)
+    rank = ordered(scores).to(torch.int64)
     rank = torch.where(visible, rank, torch.iinfo(torch.int32).min)
     column = torch.arange(columns, device=scores.device)
     taken = (rank * 2**32 + (columns - column)).topk(min(topk, columns), dim=-1, sorted=False)
@@ -70,11 +70,11 @@ def highest(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     return torch.nn.functional.pad(found, (0, topk - found.shape[1]), value=-1)
 
 
-def _ordered(scores: Tensor) -> Tensor:
+def ordered(scores: Tensor) -> Tensor:
     """int32 that sorts as ``scores`` does; -0.0 equals 0.0, and NaN is below -inf."""
     bits = (scores + 0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return torch.where(scores.isnan(), torch.iinfo(torch.int32).min + 1, ordered)
+    rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return torch.where(scores.isnan(), torch.iinfo(torch.int32).min + 1, rank)
 
 
 def _reference(

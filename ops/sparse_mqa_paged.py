@@ -88,7 +88,7 @@ def sparse_mqa_paged(
     )
 
 
-def _selected_slots(
+def selected_slots(
     cache: Tensor, indices: Tensor, block_table: Tensor, row_request: Tensor, lens: Tensor
 ) -> Tensor:
     """[T, K] int64, -1 where there is no key."""
@@ -122,7 +122,7 @@ def _reference(
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     require_scale_value(cache_scale)
-    slot = _selected_slots(cache, indices, block_table, row_request, lens)
+    slot = selected_slots(cache, indices, block_table, row_request, lens)
     width = indices.shape[1]
     out = q.new_zeros((q.shape[0], q.shape[1], v_dim))
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=wide_dtype(q))

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from ..ops import _options, providers
+from ..ops import _options, libraries, providers
 from . import _torch_compat as compat
 from ._edit import copy_of, is_ours, restore
 from ._log import follow_environment, following, tell
@@ -155,23 +155,27 @@ def _warn_once(layer: str, reason: str) -> None:
 
 
 def _digest(options: PassOptions, passes: Sequence[Callable[..., PassReport]]) -> str:
-    dispatched = [(device, providers.dispatch(device)) for device in ("cpu", "cuda")]
     parts = (
         source_digest(),
         torch.__version__,
         repr(options),
         repr([each.__name__ for each in passes]),
         repr(_options.current()),
-        repr([(device, _described(provider)) for device, provider in dispatched]),
+        repr([(device, _dispatched(device)) for device in ("cpu", "cuda")]),
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _described(provider: providers.Provider) -> dict[str, object]:
-    fields = vars(provider).copy()
-    # The order of a set differs between processes.
-    fields["fused"] = sorted(provider.fused)
-    return fields
+def _dispatched(device_type: str) -> dict[str, object]:
+    """What decides which kernels calls on ``device_type`` get."""
+    found: dict[str, object] = dict(providers.reasons(device_type))
+    for provider in providers.PROVIDERS:
+        if found[provider.name] is None:
+            # The order of a set differs between processes.
+            found[provider.name] = {**vars(provider), "fused": sorted(provider.fused)}
+            if provider.library is not None:
+                found[provider.library] = libraries.version(provider.library)
+    return found
 
 
 @lru_cache(maxsize=1)

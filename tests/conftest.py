@@ -11,6 +11,9 @@ import hypothesis
 import pytest
 import torch
 
+from dsafx.conformance import interpreter
+from dsafx.ops.libraries import interpreted
+
 if TYPE_CHECKING:
     from _ranks import Ranks
 
@@ -19,7 +22,7 @@ hypothesis.settings.load_profile("dsafx")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give this run a compile cache of its own and keep it from the network.
+    """Give this run a compile cache of its own, keep it from the network, correct an interpreter.
 
     A cache of an earlier run would hide the passes, which do not run on a hit; and a pool of
     compile processes for each worker costs more than these small graphs need.
@@ -31,15 +34,21 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache.name)
     patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     patch.setenv("HF_HUB_OFFLINE", "1")
+    correct = interpreter()
+    correct.__enter__()
+    config.add_cleanup(lambda: correct.__exit__(None, None, None))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the large matrices to those who ask for them by name."""
-    if "matrix" in config.option.markexpr:
-        return
-    large = [item for item in items if item.get_closest_marker("matrix")]
-    config.hook.pytest_deselected(items=large)
-    items[:] = [item for item in items if item not in large]
+    """Leave the large matrices, and Triton's interpreter, to those who ask for them by name."""
+    left = {name for name in ("matrix", "triton") if name not in config.option.markexpr}
+    if not interpreted():
+        left.add("triton")
+    unasked = [
+        item for item in items if left.intersection(mark.name for mark in item.iter_markers())
+    ]
+    config.hook.pytest_deselected(items=unasked)
+    items[:] = [item for item in items if item not in unasked]
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ import dsafx
 FLOORS = ("ops", "fusion", "passes", "models")
 KERNEL_LIBRARIES = ("triton", "flashinfer", "deep_gemm", "flash_mla", "fast_hadamard_transform")
 OPTIONAL = {"transformers", "typer", "rich"}
+KERNELS = "dsafx.ops.triton"
 
 
 def modules() -> dict[str, Path]:
@@ -133,7 +134,11 @@ def test_every_module_imports_without_optional_libraries_and_without_asking_for_
         if top_level_names(module_level_imports(parse(path))) & OPTIONAL
     ]
     wanted = [
-        name for name in modules() if name not in needs_extra and not name.endswith("__main__")
+        name
+        for name in modules()
+        if name not in needs_extra
+        and not name.endswith("__main__")
+        and not name.startswith(KERNELS)
     ]
     code = f"""
         import importlib, sys
@@ -152,13 +157,16 @@ def test_every_module_imports_without_optional_libraries_and_without_asking_for_
     assert int(run(code)) > len(FLOORS)
 
 
-def test_only_the_command_line_and_the_transformers_integration_need_an_extra_to_be_imported():
+def test_only_commands_the_transformers_integration_and_kernels_need_an_extra_to_be_imported():
     for name, path in modules().items():
-        needed = top_level_names(module_level_imports(parse(path))) & OPTIONAL
+        imported = top_level_names(module_level_imports(parse(path)))
+        needed = imported & {*OPTIONAL, *KERNEL_LIBRARIES}
         allowed: set[str] = set()
         if floor_of(name) == "models":
             allowed = {"transformers"}
-        elif name.startswith(("dsafx._commands", "dsafx._demo")):
+        elif name.startswith(KERNELS):
+            allowed = {"triton"}
+        elif name.startswith(("dsafx._commands", "dsafx._demo", "dsafx._kernels")):
             allowed = OPTIONAL
         assert needed <= allowed, f"{name} imports {needed - allowed} at module level"
 

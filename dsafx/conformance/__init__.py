@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ._adapters import LAYOUTS, Adapters, Declaration, Dims, adapters_for
     from ._case import SIZES, Case, Size
     from ._cases import CASES
+    from ._interpreter import interpreter
     from ._poison import poison
     from ._report import Report, Result, run
 
@@ -50,6 +51,7 @@ __all__ = [
     "Result",
     "Size",
     "adapters_for",
+    "interpreter",
     "poison",
     "run",
 ]
@@ -67,6 +69,7 @@ _MODULES = {
     "Result": "._report",
     "Size": "._case",
     "adapters_for": "._adapters",
+    "interpreter": "._interpreter",
     "poison": "._poison",
     "run": "._report",
 }

@@ -151,7 +151,7 @@ def adapters_for(name: str) -> Adapters:
         select=within(functools.partial(ops.index_select, batch_invariant=True)),
         attend=within(functools.partial(ops.sparse_mqa, batch_invariant=True)),
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
-        device=provider.devices[0] if provider.devices else "cpu",
+        device="cpu" if provider.supports("cpu") is None else provider.devices[0],
     )
     return replace(
         invariant,

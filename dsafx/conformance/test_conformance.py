@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from . import CASES, SIZES, Adapters, Case, adapters_for
+from . import CASES, SIZES, Adapters, Case, adapters_for, interpreter
 
 
 @pytest.fixture(scope="module")
-def adapters(pytestconfig: pytest.Config) -> Adapters:
+def adapters(pytestconfig: pytest.Config) -> Iterator[Adapters]:
     """The kernels under test."""
-    return adapters_for(pytestconfig.getoption("dsafx_provider"))
+    with interpreter():
+        yield adapters_for(pytestconfig.getoption("dsafx_provider"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
