@@ -4,7 +4,17 @@
 """
 
 from ._record import LayerRecord, record_decisions
+from .captured import CapturedStep, CapturedVariant, RowInput
 from .config import DSAConfig
 from .layer import DSAAttention, MQAOnlyAttention
 
-__all__ = ["DSAAttention", "DSAConfig", "LayerRecord", "MQAOnlyAttention", "record_decisions"]
+__all__ = [
+    "CapturedStep",
+    "CapturedVariant",
+    "DSAAttention",
+    "DSAConfig",
+    "LayerRecord",
+    "MQAOnlyAttention",
+    "RowInput",
+    "record_decisions",
+]
