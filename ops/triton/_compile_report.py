@@ -132,6 +132,7 @@ def _failure(found: Compiled, matrix: bool) -> str | None:
 def _resources(cubin: bytes, ptx: str, arch: int) -> tuple[int, int]:
     """Registers of a thread, and the bytes that it stores to and loads from its spills."""
     from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.TemporaryDirectory() as folder:
         binary, text = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
@@ -143,7 +144,7 @@ def _resources(cubin: bytes, ptx: str, arch: int) -> tuple[int, int]:
         if not int(_number(r"STACK:(\d+)", usage)):
             return registers, 0
         text.write_text(ptx)
-        ptxas = knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
+        ptxas = get_ptxas(arch)
         target = re.search(r"\.target (\w+)", ptx)
         assert target is not None, "every PTX file names its target"
         options = ("-v", "--regAllocOptLevel=2", f"--gpu-name={target[1]}", "-o", f"{binary}.again")

@@ -50,7 +50,7 @@ TILES: dict[int, dict[tuple[int, int], tuple[Tile, Tile]]] = {
     },
     100: {
         _NARROW: (Tile(16, 64, 4, 2), Tile(128, 64, 8, 2)),
-        _WIDE: (Tile(16, 64, 4, 2), Tile(128, 64, 8, 2)),
+        _WIDE: (Tile(16, 64, 4, 2), Tile(128, 32, 8, 2)),
     },
     120: {
         _NARROW: (Tile(16, 64, 4, 2), Tile(64, 64, 8, 2)),
@@ -62,7 +62,8 @@ for more. Rows are query tokens of a head, columns keys."""
 
 FLOAT32_TILES: dict[int, Tile] = {
     0: Tile(16, 64, 4, 1),
-    **{arch: Tile(16, 32, 8, 1) for arch in (80, 89, 90, 100, 120)},
+    **{arch: Tile(16, 32, 16, 1) for arch in (80, 89, 90, 100)},
+    120: Tile(16, 32, 8, 1),
 }
 """float32 products are exact and leave the matrix units out."""
 

@@ -19,7 +19,7 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 TILES: dict[int, dict[int, Tile]] = {
     0: {16: Tile(16, 64, 4, 1)},
-    80: {16: Tile(16, 64, 8, 2), 32: Tile(32, 32, 8, 2), 64: Tile(64, 32, 8, 2)},
+    80: {16: Tile(16, 64, 8, 2), 32: Tile(32, 32, 8, 2)},
     89: {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 8, 2)},
     90: {16: Tile(16, 64, 8, 2), 32: Tile(32, 32, 8, 2), 64: Tile(64, 32, 8, 3)},
     100: {16: Tile(16, 64, 8, 2), 32: Tile(32, 32, 8, 2), 64: Tile(64, 32, 8, 2)},
@@ -27,6 +27,12 @@ TILES: dict[int, dict[int, Tile]] = {
 }
 """16-bit tiles by architecture and most heads of a program: a call takes the first that holds its
 heads, or the last. Rows are heads, columns selected keys. Only 64 heads reach wgmma and tcgen05."""
+
+PAGED_TILES: dict[int, dict[int, Tile]] = {
+    **TILES,
+    100: {**TILES[100], 64: Tile(64, 16, 8, 2)},
+}
+"""The same for rows in pages, whose addresses take more registers."""
 
 FLOAT32_TILES: dict[int, Tile] = {
     0: Tile(16, 64, 4, 1),
@@ -109,7 +115,7 @@ def attend(
     if tokens == 0 or heads == 0:
         return out, lse if return_lse else lse.new_empty(0)
     arch = architecture(q.device)
-    tile = tile_for(arch, heads, q.dtype)
+    tile = tile_for(arch, heads, q.dtype, pages is not None)
     q, q_pe, indices = rows_of(q), rows_of(q_pe), rows_of(indices)
     if pages is None:
         kv, k_pe = rows_of(kv), rows_of(k_pe)
@@ -177,11 +183,11 @@ def attend(
     return out, lse if return_lse else lse.new_empty(0)
 
 
-def tile_for(arch: int, heads: int, dtype: torch.dtype) -> Tile:
-    """The tile of a call with ``heads`` query heads."""
+def tile_for(arch: int, heads: int, dtype: torch.dtype, paged: bool) -> Tile:
+    """The tile of a call with ``heads`` query heads on packed rows, or on ``paged`` ones."""
     if dtype == torch.float32:
         return FLOAT32_TILES[arch]
-    tiles = TILES[arch]
+    tiles = PAGED_TILES[arch] if paged else TILES[arch]
     return tiles[min((most for most in tiles if heads <= most), default=max(tiles))]
 
 
@@ -213,8 +219,9 @@ def variants(arch: int, op: str, split: bool, block_size: int = 0) -> list[Varia
     With ``split``, those that write parts in float32, and the kernel that merges these.
     """
     found = []
+    table = PAGED_TILES[arch] if block_size else TILES[arch]
     for dtype, name in _DTYPES.items():
-        tiles = [FLOAT32_TILES[arch]] if dtype == torch.float32 else list(TILES[arch].values())
+        tiles = [FLOAT32_TILES[arch]] if dtype == torch.float32 else list(table.values())
         result = "fp32" if split else name
         found += [_variant(tile, op, name, result, block_size) for tile in tiles]
         if split:
