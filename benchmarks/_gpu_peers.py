@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,9 +85,8 @@ def transformers_attention(scene: Scene) -> Any:
     """
     import _families as families
 
-    dims = families.Dims(**asdict(scene.dims))
     with scene.machine.device, torch.no_grad():
-        layer = families.Layer(families.Family(scene.case.family.value), dims, scene.dtype)
+        layer = families.Layer(scene.case.family, scene.dims, scene.dtype)
     return families.attention_of(layer.plain)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
 import torch
+from _dims import REAL, Dims, Family
 from _gpu_machine import Machine
 from _measure import Call, Floor
 from torch import Tensor
@@ -22,49 +22,6 @@ EPS = 1e-6
 # What lengths are divided by in a dry run: a selection of 2048 keys becomes one of 32.
 _SHRINK = 64
 
-
-class Family(StrEnum):
-    """A model family, by the name the command line takes."""
-
-    GLM = "glm"
-    DEEPSEEK = "deepseek"
-
-
-@dataclass(frozen=True)
-class Dims:
-    """Dimensions of one attention layer; ``_families.Dims``, without an import of transformers."""
-
-    hidden_size: int
-    num_attention_heads: int
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    index_n_heads: int
-    index_head_dim: int
-    index_topk: int
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Width of an expanded query or key."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def latent_width(self) -> int:
-        """Width of an absorbed query and of a row of the cache."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
-    @property
-    def scale(self) -> float:
-        """Softmax scale."""
-        return float(self.qk_head_dim**-0.5)
-
-
-REAL = {
-    Family.GLM: Dims(6144, 64, 2048, 512, 192, 64, 256, 32, 128, 2048),
-    Family.DEEPSEEK: Dims(7168, 128, 1536, 512, 128, 64, 128, 64, 128, 2048),
-}
 # A latent of 128 is the narrowest that the layout fp8_ds_mla holds.
 TINY = {
     Family.GLM: Dims(64, 4, 48, 128, 24, 8, 32, 8, 16, 32),
