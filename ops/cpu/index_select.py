@@ -66,11 +66,12 @@ def run(
 def _compiled_tiles(q: Tensor, k: Tensor, weights: Tensor, ks: Tensor, ke: Tensor) -> Score:
     """The compiled kernel, over no more keys at once than a quarter of the budget holds."""
     step = max(1, _options.current().workspace_bytes // 16 // max(1, k.shape[1]))
+    lengths = (ke - ks).to(torch.int64)
 
     def score(rows: Tensor, first: int, out: Tensor) -> None:
         queries = q.index_select(0, rows).to(torch.float32)
         by_head = weights.index_select(0, rows).to(torch.float32)
-        ends = (ke - ks).index_select(0, rows).to(torch.int64)
+        ends = lengths.index_select(0, rows)
         for start in range(0, out.shape[1], step):
             stop = min(start + step, out.shape[1])
             keys = k[first + start : first + stop].to(torch.float32)
