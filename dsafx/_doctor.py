@@ -6,7 +6,6 @@ question to the machine may raise, and then the answer is what it said.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -154,7 +153,7 @@ def _installed(library: Library, cuda: bool) -> Installed:
         lost = "" if cuda or not library.needs_cuda else "; nothing here, without a CUDA device"
         note = f"without {library.name}, {library.cost}{lost}"
         return Installed(library.name, None, supported, "missing", note)
-    if version == "":
+    if version == libraries.UNKNOWN:
         note = f"{library.name} does not say its version; supported is {supported}"
         return Installed(library.name, None, supported, "unknown", note)
     if library.accepts(version_numbers(version)):
@@ -164,19 +163,14 @@ def _installed(library: Library, cuda: bool) -> Installed:
 
 
 def _version(library: Library) -> str | None:
-    """The version; "" where an installed library does not say, None where there is none."""
+    """The version, or ``UNKNOWN``; None where the library is not installed."""
     if library.name == "python":
         return platform.python_version()
     if library.name == "torch":
         return str(torch.__version__)
     if not libraries.installed(library.name):
         return None
-    for distribution in library.distributions:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
+    return libraries.version(library.name)
 
 
 def _compiler(build: bool) -> Installed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .ops import libraries
+
 Version = tuple[int, ...]
 
 
@@ -11,18 +13,22 @@ Version = tuple[int, ...]
 class Library:
     """One library.
 
-    name: what is imported. distributions: names that it is installed under.
+    name: what is imported.
     first, below: the supported range; None where any version is tried, function by function.
     cost: what does not work, or works less well, without it.
     needs_cuda: whether it matters only where there is a CUDA device.
     """
 
     name: str
-    distributions: tuple[str, ...]
     first: Version | None
     below: Version | None
     cost: str
     needs_cuda: bool = False
+
+    @property
+    def distributions(self) -> tuple[str, ...]:
+        """Names that it may be installed under."""
+        return libraries.distributions(self.name)
 
     @property
     def supported(self) -> str:
@@ -39,11 +45,10 @@ class Library:
 
 
 LIBRARIES: tuple[Library, ...] = (
-    Library("python", (), (3, 11), (3, 14), "nothing runs"),
-    Library("torch", ("torch",), (2, 11), (2, 16), "nothing runs"),
+    Library("python", (3, 11), (3, 14), "nothing runs"),
+    Library("torch", (2, 11), (2, 16), "nothing runs"),
     Library(
         "triton",
-        ("triton", "pytorch-triton"),
         (3, 6),
         (3, 10),
         "calls on cuda run on the reference, which takes many launches, holds its gathered rows in"
@@ -52,14 +57,12 @@ LIBRARIES: tuple[Library, ...] = (
     ),
     Library(
         "transformers",
-        ("transformers",),
         (5, 24),
         None,
         "dsafx.enable and dsafx demo have no models to work on; ops, routing and passes work",
     ),
     Library(
         "flashinfer",
-        ("flashinfer-python",),
         (0, 6, 18),
         (0, 8),
         "its kernels for sparse and dense attention and for top-k are not there to choose",
@@ -67,7 +70,6 @@ LIBRARIES: tuple[Library, ...] = (
     ),
     Library(
         "deep_gemm",
-        ("deep_gemm", "deep-gemm"),
         None,
         None,
         "its fp8 index scores are not there to choose",
@@ -75,7 +77,6 @@ LIBRARIES: tuple[Library, ...] = (
     ),
     Library(
         "flash_mla",
-        ("flash_mla", "flash-mla"),
         None,
         None,
         "its sparse attention is not there to choose",

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from .ops.triton import _levels, variants
+from .ops.levels import kernel_level
+from .ops.triton import variants
 from .ops.triton._compile_report import Compiled, compile_report
 from .ops.triton._device import ARCHITECTURES
 from .ops.triton._variants import Variant
@@ -67,7 +68,7 @@ def _record(line: Compiled) -> dict[str, object]:
 
 
 def _level(line: Compiled) -> str:
-    return _levels.level(line.name.split()[0], line.arch)
+    return kernel_level(line.name.split()[0], line.arch)
 
 
 def _print(found: Sequence[Compiled]) -> None:

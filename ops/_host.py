@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
-Made = TypeVar("Made")
+from ._architecture import cuda_architecture
 
-# Members of a family run the same kernels: B300 those of B200, DGX Spark those of RTX 50.
-_FAMILY = {103: 100, 121: 120}
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def cuda_host(distribution: str) -> Host:
         available=functools.cache(torch.cuda.is_available),
         function=functools.cache(_function),
         version=functools.cache(lambda: version_numbers(importlib.metadata.version(distribution))),
-        architecture=_architecture,
+        architecture=cuda_architecture,
         capturing=torch.cuda.is_current_stream_capturing,
         stream=lambda device: torch.cuda.current_stream(device).cuda_stream,
     )
@@ -90,14 +89,3 @@ def version_numbers(text: str) -> tuple[int, ...]:
 def _function(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
-
-
-def _architecture(device: torch.device) -> int:
-    return _capability(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@functools.cache
-def _capability(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    found = 10 * major + minor
-    return _FAMILY.get(found, found)

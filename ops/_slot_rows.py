@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +24,10 @@ class SlotRows(NamedTuple):
 
     slots: Tensor
     lengths: Tensor
+
+
+Attend: TypeAlias = Callable[[SlotRows, slice], tuple[Tensor, Tensor | None]]
+"""attend(rows, block) -> out and lse of the query tokens of ``block``, which select ``rows``."""
 
 
 def packed_slots(indices: Tensor, ks: Tensor, keys: int) -> Tensor:
@@ -61,6 +66,42 @@ def blank_empty_rows(rows: SlotRows, out: Tensor, lse: Tensor | None) -> None:
     out.masked_fill_(empty[..., None], 0.0)
     if lse is not None:
         lse.masked_fill_(empty, float("-inf"))
+
+
+def attend_in_blocks(
+    out: Tensor,
+    lse: Tensor,
+    width: int,
+    step: int,
+    addresses: Callable[[slice], Tensor],
+    attend: Attend,
+) -> None:
+    """Write ``out`` [T, N, V] and, where ``attend`` has one, ``lse``, ``step`` tokens a call.
+
+    A kernel may have more heads than N; ``addresses`` gives [t, K] int64 of a block of tokens.
+    """
+    heads = out.shape[1]
+    for start in range(0, out.shape[0], step):
+        block = slice(start, min(start + step, out.shape[0]))
+        rows = valid_first(addresses(block), width)
+        part, part_lse = attend(rows, block)
+        # Whatever a kernel has for an empty row: FlashMLA's lse is +inf there.
+        blank_empty_rows(rows, part, part_lse)
+        out[block] = part[:, :heads]
+        if part_lse is not None:
+            lse[block] = part_lse[:, :heads]
+
+
+def too_many_keys(keys: int) -> str | None:
+    """Why kernels with int32 addresses cannot read so many keys, or None."""
+    return None if keys <= LARGEST_SLOT else f"addresses are int32, and there are {keys} keys"
+
+
+def joining_is_wasteful(kv_c: Tensor, indices: Tensor) -> str | None:
+    """Why not to call a kernel that wants both parts of the keys side by side, or None."""
+    if kv_c.shape[0] <= indices.numel():
+        return None
+    return "joining latents and rotated keys would copy more rows than are selected"
 
 
 def padded_width(width: int, multiple: int) -> int:

@@ -32,6 +32,19 @@ class Level:
         return "; ".join(parts)
 
 
+KERNELS_RAN_ON: dict[str, dict[int, str]] = {}
+"""Of Triton's kernels, by op and architecture: device, release of Triton, date."""
+
+
+def kernel_level(kernel: str, arch: int) -> str:
+    """How far one of Triton's kernels has been checked: ``interpreted``, or ``ran on`` and where.
+
+    That it compiles for an architecture is found out anew by the compile report.
+    """
+    device = KERNELS_RAN_ON.get(kernel, {}).get(arch)
+    return f"ran on {device}" if device is not None else "interpreted"
+
+
 LEVELS: dict[str, Level] = {
     "reference": Level(ran=("the CPU",)),
     "cpu": Level(ran=("the CPU",)),

@@ -7,9 +7,17 @@ import importlib.metadata
 import importlib.util
 import os
 
+UNKNOWN = "unknown"
+
 # Extras of this package, which are named as what they import.
 _EXTRAS = ("flashinfer", "triton")
-_DISTRIBUTIONS = {"flashinfer": "flashinfer-python"}
+# Names that a library is installed under, where they are not that which is imported.
+_DISTRIBUTIONS = {
+    "deep_gemm": ("deep_gemm", "deep-gemm"),
+    "flash_mla": ("flash_mla", "flash-mla"),
+    "flashinfer": ("flashinfer-python",),
+    "triton": ("triton", "pytorch-triton"),
+}
 _TRUE = ("1", "true", "on", "yes", "y")
 
 
@@ -38,9 +46,16 @@ def how_to_install(library: str) -> str:
     return "it is built from its own source"
 
 
+def distributions(library: str) -> tuple[str, ...]:
+    """Names that it may be installed under."""
+    return _DISTRIBUTIONS.get(library, (library,))
+
+
 def version(library: str) -> str:
-    """The installed version; ``unknown`` where it was installed without saying so."""
-    try:
-        return importlib.metadata.version(_DISTRIBUTIONS.get(library, library))
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    """The installed version; ``UNKNOWN`` where it was installed without saying so."""
+    for distribution in distributions(library):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return UNKNOWN

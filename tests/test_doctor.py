@@ -34,10 +34,10 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     def version(distribution: str) -> str:
         said = found.get(names[distribution], "")
         if not said:
-            raise _doctor.importlib.metadata.PackageNotFoundError(distribution)
+            raise libraries.importlib.metadata.PackageNotFoundError(distribution)
         return said
 
-    monkeypatch.setattr(_doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(libraries.importlib.metadata, "version", version)
     return found
 
 

@@ -12,12 +12,13 @@ from .. import _options
 from .._host import Host
 from .._slot_rows import (
     LANE_BYTES,
-    LARGEST_SLOT,
+    Attend,
     SlotRows,
-    blank_empty_rows,
+    attend_in_blocks,
+    joining_is_wasteful,
     packed_slots,
     padded_width,
-    valid_first,
+    too_many_keys,
 )
 from .._sparse import check_positions
 from ..mla_cache import require_scale_value
@@ -35,9 +36,6 @@ from ._limits import (
 PREFILL = "flash_mla.flash_mla_sparse_fwd"
 DECODE = "flash_mla.flash_mla_with_kvcache"
 SCHEDULE = "flash_mla.get_mla_metadata"
-
-# attend(rows, block) -> out [t, N, L] and natural lse [t, N] of the query tokens of ``block``.
-Attend = Callable[[SlotRows, slice], tuple[Tensor, Tensor]]
 
 
 def supports_packed(
@@ -70,9 +68,7 @@ def supports_parts(
     """None where ``sparse_mla`` is served, else the reason why not."""
     dims = (q_latent.shape[2], q_pe.shape[2])
     reason = _refusal(host, q_latent, dims, kv_c.shape[0], batch_invariant)
-    if reason is None and kv_c.shape[0] > indices.numel():
-        reason = "joining latents and rotated keys would copy more rows than are selected"
-    return reason
+    return reason or joining_is_wasteful(kv_c, indices)
 
 
 def supports_paged(
@@ -228,13 +224,8 @@ def _in_blocks(
     width = padded_width(topk, TOPK_MULTIPLE)
     per_token = LANE_BYTES * width + (v_dim + 2) * 4 * max(HEADS)
     step = min(MOST_TOKENS, max(1, _options.current().workspace_bytes // per_token))
-    for start in range(0, tokens if keys and topk else 0, step):
-        block = slice(start, min(start + step, tokens))
-        rows = valid_first(addresses(block), width)
-        part, part_lse = attend(rows, block)
-        # An empty row's lse is +inf there.
-        blank_empty_rows(rows, part, part_lse)
-        out[block], lse[block] = part[:, :heads], part_lse[:, :heads]
+    if keys and topk:
+        attend_in_blocks(out, lse, width, step, addresses, attend)
     return out, lse if return_lse else lse.new_empty(0)
 
 
@@ -260,9 +251,7 @@ def _refusal(
         return f"no kernel for rows of {dims[0]} + {dims[1]}"
     if q.shape[1] > max(HEADS):
         return f"at most {max(HEADS)} heads, got {q.shape[1]}"
-    if keys > LARGEST_SLOT:
-        return f"addresses are int32, and there are {keys} keys"
-    reason = host.lacks(PREFILL)
+    reason = too_many_keys(keys) or host.lacks(PREFILL)
     if reason is None:
         known = inspect.signature(host.function(PREFILL)).parameters
         if NATURAL_LSE_ARGUMENT not in known:

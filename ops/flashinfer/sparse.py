@@ -12,12 +12,13 @@ from .. import _options
 from .._host import Host
 from .._slot_rows import (
     LANE_BYTES,
-    LARGEST_SLOT,
+    Attend,
     SlotRows,
-    blank_empty_rows,
+    attend_in_blocks,
+    joining_is_wasteful,
     packed_slots,
     padded_width,
-    valid_first,
+    too_many_keys,
     without_empty_rows,
 )
 from .._sparse import check_positions
@@ -45,9 +46,6 @@ from ._limits import (
 from ._probe import unavailable
 
 _INVARIANT = "FlashInfer does not promise that a row is bit-equal alone and in any batch"
-
-# attend(rows, block) -> out and lse of the query tokens of ``block``, which select ``rows``.
-Attend = Callable[[SlotRows, slice], tuple[Tensor, Tensor | None]]
 
 
 class Shape(NamedTuple):
@@ -77,7 +75,7 @@ def supports_packed(
     if batch_invariant:
         return _INVARIANT
     shape = _shape(q, indices, v_dim, q.shape[2] - v_dim)
-    return _refusal(host, shape, "bf16") or _too_many(kv.shape[0])
+    return _refusal(host, shape, "bf16") or too_many_keys(kv.shape[0])
 
 
 def supports_parts(
@@ -96,9 +94,9 @@ def supports_parts(
     if batch_invariant:
         return _INVARIANT
     shape = _shape(q_latent, indices, q_latent.shape[2], q_pe.shape[2])
-    reason = _refusal(host, shape, "bf16") or _too_many(kv_c.shape[0])
-    if reason is None and not _takes_parts(host, shape) and kv_c.shape[0] > indices.numel():
-        reason = "joining latents and rotated keys would copy more rows than are selected"
+    reason = _refusal(host, shape, "bf16") or too_many_keys(kv_c.shape[0])
+    if reason is None and not _takes_parts(host, shape):
+        reason = joining_is_wasteful(kv_c, indices)
     return reason
 
 
@@ -121,7 +119,7 @@ def supports_paged(
     if batch_invariant:
         return _INVARIANT
     shape = _shape(q, indices, v_dim, q.shape[2] - v_dim)
-    reason = _refusal(host, shape, layout) or _too_many(cache.shape[0] * cache.shape[1])
+    reason = _refusal(host, shape, layout) or too_many_keys(cache.shape[0] * cache.shape[1])
     if reason is not None:
         return reason
     if layout == "bf16" and cache.dtype != q.dtype:
@@ -261,14 +259,11 @@ def _in_blocks(
         return out, lse
     width = _width(host, shape)
     step = _tokens_of_a_call(host, shape, width, return_lse)
-    for start in range(0, shape.tokens, step):
-        block = slice(start, min(start + step, shape.tokens))
-        rows = valid_first(addresses(block), width)
-        part, part_lse = attend(without_empty_rows(rows), block)
-        blank_empty_rows(rows, part, part_lse)
-        out[block] = part
-        if part_lse is not None:
-            lse[block] = part_lse
+
+    def attend_all(rows: SlotRows, block: slice) -> tuple[Tensor, Tensor | None]:
+        return attend(without_empty_rows(rows), block)
+
+    attend_in_blocks(out, lse, width, step, addresses, attend_all)
     return out, lse
 
 
@@ -302,10 +297,6 @@ def _shape(q: Tensor, indices: Tensor, latent: int, rope: int) -> Shape:
 
 def _takes_parts(host: Host, shape: Shape) -> bool:
     return host.architecture(shape.device) == 90
-
-
-def _too_many(keys: int) -> str | None:
-    return None if keys <= LARGEST_SLOT else f"addresses are int32, and there are {keys} keys"
 
 
 def _refusal(host: Host, shape: Shape, layout: str) -> str | None:

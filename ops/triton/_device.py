@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._architecture import cuda_architecture
 from ..libraries import interpreted
 
 __all__ = ["ARCHITECTURES", "INTERPRETER", "architecture", "interpreted", "on_its_device"]
@@ -18,9 +19,6 @@ ARCHITECTURES = (80, 89, 90, 100, 120)
 
 INTERPRETER = 0
 """The architecture of CPU tensors, which Triton's interpreter serves."""
-
-# Members of a family run the same kernels: B300 those of B200, DGX Spark those of RTX 50.
-_FAMILY = {103: 100, 121: 120}
 
 
 def architecture(device: torch.device) -> int:
@@ -32,17 +30,10 @@ def architecture(device: torch.device) -> int:
         NotImplementedError: a CPU device without ``TRITON_INTERPRET=1``, or another device type.
     """
     if device.type == "cuda":
-        return _capability(torch.cuda.current_device() if device.index is None else device.index)
+        return cuda_architecture(device)
     if device.type == "cpu" and interpreted():
         return INTERPRETER
     raise NotImplementedError(f"Triton kernels run on cuda devices, got {device.type}")
-
-
-@functools.cache
-def _capability(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    found = 10 * major + minor
-    return _FAMILY.get(found, found)
 
 
 def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:

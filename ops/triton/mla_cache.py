@@ -194,7 +194,7 @@ def write(
         cache.stride(0),
         cache.shape[1],
         cache.shape[0] * cache.shape[1],
-        **_sizes(layout, kv_c.shape[1], k_pe.shape[1]),
+        **layout_sizes(layout, kv_c.shape[1], k_pe.shape[1]),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -236,7 +236,7 @@ def gather(
         cache.shape[0],
         cache.stride(0),
         cache.shape[1],
-        **_sizes(layout, kv_lora_rank, rope_dim),
+        **layout_sizes(layout, kv_lora_rank, rope_dim),
         ROWS=tile.rows,
         CHUNK=REQUESTS,
         num_warps=tile.num_warps,
@@ -250,7 +250,8 @@ def as_bytes(cache: Tensor, layout: str) -> Tensor:
     return cache if layout == "bf16" else cache.view(torch.uint8)
 
 
-def _sizes(layout: str, latent: int, rope: int) -> dict[str, int | str]:
+def layout_sizes(layout: str, latent: int, rope: int) -> dict[str, int | str]:
+    """What a kernel that writes or reads a row of ``layout`` knows of it when it is compiled."""
     width = latent + rope if layout != "fp8_ds_mla" else latent + latent // 32 + 2 * rope
     pad = triton.next_power_of_2(latent)
     return {
@@ -273,7 +274,7 @@ def variants(arch: int) -> list[Variant]:
     found = []
     for layout in LAYOUTS:
         scaled = {"scale": "fp32"} if layout == "fp8" else {}
-        sizes = {**_sizes(layout, 512, 64), **({} if scaled else {"scale": None})}
+        sizes = {**layout_sizes(layout, 512, 64), **({} if scaled else {"scale": None})}
         cache = {"cache": "bf16" if layout == "bf16" else "u8", **scaled}
         rows = {"kv_c": "bf16", "k_pe": "bf16"}
         found += [

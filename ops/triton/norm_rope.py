@@ -19,6 +19,8 @@ from ._rotation import READS, WRITES
 from ._variants import Variant, variant
 
 NUM_WARPS = 4
+ACTIVATIONS = ("q_c", "kv_c", "k_pe", "index_k", "q_out", "kv_out", "pe_out", "index_out")
+WEIGHTS = ("q_weight", "kv_weight", "index_weight", "index_bias")
 WIDEST = 16384
 """Most columns of a row: a program holds one row, 128 values a thread."""
 
@@ -270,14 +272,23 @@ def _constexprs(
     hadamard: bool,
 ) -> dict[str, Any]:
     return {
+        **row_constexprs(q_width, index_width, style, index_style, hadamard),
+        "KV_BLOCK": triton.next_power_of_2(kv_width),
+        "PE_BLOCK": triton.next_power_of_2(pe_width),
+    }
+
+
+def row_constexprs(
+    q_width: int, index_width: int, style: str, index_style: str, hadamard: bool
+) -> dict[str, Any]:
+    """What both forms of the kernel, this one and the writing one, know when they are compiled."""
+    return {
         "READ": READS[style],
         "WRITE": WRITES[style],
         "INDEX_READ": READS[index_style],
         "INDEX_WRITE": WRITES[index_style],
         "HADAMARD": hadamard,
         "Q_BLOCK": triton.next_power_of_2(q_width),
-        "KV_BLOCK": triton.next_power_of_2(kv_width),
-        "PE_BLOCK": triton.next_power_of_2(pe_width),
         "INDEX_STEPS": steps_of(index_width),
     }
 
@@ -290,8 +301,8 @@ def variants(arch: int) -> list[Variant]:
             f"norm_rope_index q{q_width} {style} {index_style}{' hadamard' * hadamard} {dtype}",
             _norm_rope,
             {
-                **dict.fromkeys(_ACTIVATIONS, dtype),
-                **dict.fromkeys(_WEIGHTS, weights),
+                **dict.fromkeys(ACTIVATIONS, dtype),
+                **dict.fromkeys(WEIGHTS, weights),
                 **dict.fromkeys(("cos", "sin"), "fp32"),
             },
             _constexprs(q_width, 512, 64, 128, style, index_style, hadamard),
@@ -308,8 +319,6 @@ def variants(arch: int) -> list[Variant]:
     ]
 
 
-_ACTIVATIONS = ("q_c", "kv_c", "k_pe", "index_k", "q_out", "kv_out", "pe_out", "index_out")
-_WEIGHTS = ("q_weight", "kv_weight", "index_weight", "index_bias")
 _DIVISIBLE = (
     "q_width",
     "kv_width",

@@ -9,18 +9,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..cache_layouts import LAYOUTS, SCALE_STORES
 from ..mla_cache import require_scale_value
 from . import index_cache, mla_cache, norm_rope
 from ._norm_rope_write_kernel import write_kernel
-from ._norm_rows import steps_of
 from ._paged import check_slot_values, rows_of
-from ._rotation import READS, WRITES
 from ._variants import Variant, variant
-from .norm_rope import NUM_WARPS
+from .norm_rope import ACTIVATIONS, NUM_WARPS, WEIGHTS, row_constexprs
 
 
 def supports(
@@ -264,21 +261,13 @@ def _constexprs(
     hadamard: bool,
 ) -> dict[str, Any]:
     return {
-        "READ": READS[style],
-        "WRITE": WRITES[style],
-        "INDEX_READ": READS[index_style],
-        "INDEX_WRITE": WRITES[index_style],
-        "HADAMARD": hadamard,
-        "Q_BLOCK": triton.next_power_of_2(q_width),
-        "INDEX_STEPS": steps_of(index_width),
+        **row_constexprs(q_width, index_width, style, index_style, hadamard),
         "UE8M0": scale_store == "ue8m0",
         "DIM": index_width,
-        **mla_cache._sizes(layout, kv_width, pe_width),
+        **mla_cache.layout_sizes(layout, kv_width, pe_width),
     }
 
 
-_ACTIVATIONS = ("q_c", "kv_c", "k_pe", "index_k", "q_out", "kv_out", "pe_out", "index_out")
-_WEIGHTS = ("q_weight", "kv_weight", "index_weight", "index_bias")
 _DIVISIBLE = (
     *("q_width", "index_width", "half", "q_row", "kv_row", "pe_row", "index_row"),
     *("cos_row", "sin_row", "block_stride", "index_block_stride", "block_size"),
@@ -300,7 +289,7 @@ def variants(arch: int) -> list[Variant]:
                     f"norm_rope_index_write {layout} {scale_store} bf16",
                     write_kernel,
                     {
-                        **dict.fromkeys((*_ACTIVATIONS, *_WEIGHTS), "bf16"),
+                        **dict.fromkeys((*ACTIVATIONS, *WEIGHTS), "bf16"),
                         **dict.fromkeys(("cos", "sin"), "fp32"),
                         **dict.fromkeys(("slot_mapping", "index_slot_mapping"), "i64"),
                         "cache": "bf16" if layout == "bf16" else "u8",
