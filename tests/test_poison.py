@@ -133,6 +133,26 @@ def test_an_op_that_leaves_memory_unwritten_is_seen_and_opcheck_still_works():
         assert torch.equal(torch.ops.dsafx.index_select(*args), ops.index_select(*args))
 
 
+FIRST_POISONED = """
+import torch
+from dsafx.conformance import poison
+
+for _ in range(2):
+    with poison(), torch.device("meta"):
+        assert torch.empty(2).is_meta and torch.empty_strided((2,), (1,)).is_meta
+with torch.device("meta"):
+    assert torch.empty(2).is_meta
+assert torch.empty in torch.overrides.get_ignored_functions()
+assert torch.empty_like in torch.overrides.get_testing_overrides()
+"""
+
+
+def test_what_torch_learns_of_its_functions_in_the_block_is_right_after_it():
+    script = [sys.executable, "-c", FIRST_POISONED]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     return subprocess.run(

@@ -33,11 +33,7 @@ def poison() -> Iterator[None]:
     every thread of it. Memory that C++ or compiled code allocates for itself stays as it is, and
     so do fake, functional and meta tensors and what is traced.
     """
-    from torch._dynamo import trace_rules
-
-    # Dynamo knows torch functions by identity, and learns them by name on first use: with these
-    # names still on the originals, it inlines what replaces them and finds the originals inside.
-    trace_rules.get_torch_obj_rule_map()
+    _learn_the_originals()
     originals = [(owner, name, getattr(owner, name)) for owner, name in _PATCHED]
     try:
         for owner, name, original in originals:
@@ -46,6 +42,23 @@ def poison() -> Iterator[None]:
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)
+
+
+def _learn_the_originals() -> None:
+    """Have torch fill the tables in which it knows functions by identity.
+
+    It reads them from these names on first use. Read from what replaces them, the tables would be
+    wrong for good: ``torch.device`` as a context would never see another allocation, and Dynamo
+    would not inline what replaces them and find the originals inside.
+    """
+    from torch._dynamo import trace_rules
+    from torch.utils import _device
+
+    trace_rules.get_torch_obj_rule_map()
+    _device._device_constructors()
+    torch.overrides.get_ignored_functions()
+    torch.overrides.get_testing_overrides()
+    torch.overrides.get_overridable_functions()
 
 
 def _poisoned(original: Callable[..., Any]) -> Callable[..., Any]:
