@@ -32,9 +32,9 @@ class Subject(StrEnum):
         """How a reader knows it."""
         return {
             Subject.EAGER: "transformers",
-            Subject.INDUCTOR: "+ Inductor",
-            Subject.ENABLE: "enable",
-            Subject.COMPILE: "+ compile",
+            Subject.INDUCTOR: "transformers + Inductor",
+            Subject.ENABLE: "dsafx.enable",
+            Subject.COMPILE: "enable + compile",
         }[self]
 
     @property

@@ -87,6 +87,7 @@ def _draw(axes: Any, rows: Sequence[Row], values: Sequence[float | None]) -> Non
     if known:
         axes.plot(*zip(*known, strict=True), marker="o", markersize=3, label=rows[0].subject.label)
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set_yscale("log")
 
 
