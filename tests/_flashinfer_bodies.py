@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from _flashinfer_signatures import SIGNATURES
-from _foreign import Body, Recorder, signature_of
+from _foreign import Body, Recorder, host_of, signature_of
 from torch import Tensor
 
 from dsafx.ops._host import version_numbers
+from dsafx.ops.flashinfer import kernels
 from dsafx.ops.mla_cache import load_latents
 
 MIB = 1 << 20
@@ -29,6 +30,12 @@ def recorder(version: str, bodies: dict[str, Body] | None = None) -> Recorder:
 
 def numbers(version: str) -> tuple[int, ...]:
     return version_numbers(version)
+
+
+def provider(architecture: int, version: str = "0.7.4", bodies: Any = None, **host: Any):
+    """The recorder, and the kernels on it."""
+    recorded = recorder(version, bodies)
+    return recorded, kernels(host_of(recorded, architecture, numbers(version), **host))
 
 
 def attend64(

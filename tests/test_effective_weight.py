@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from _projections import IN, NAME, OUT, Holder, lora
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -16,21 +17,6 @@ pytest.importorskip("transformers")
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from dsafx.models._weights import check_weight, effective_weight
-
-IN, OUT = 24, 40
-NAME = "kv_b_proj of layer 5"
-
-
-class Holder(nn.Module):
-    """What a library replaces the projection of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.kv_b_proj = nn.Linear(IN, OUT, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kv_b_proj(x)
 
 
 class Doubled(nn.Module):
@@ -61,17 +47,6 @@ def int8() -> Holder:
     holder = Holder()
     torchao.quantize_(holder, torchao.Int8WeightOnlyConfig())
     return holder
-
-
-def lora(holder: Holder | None = None, **settings: object) -> Holder:
-    """Two adapters, both of them active."""
-    peft = pytest.importorskip("peft")
-    holder = Holder() if holder is None else holder
-    config = {"target_modules": ["kv_b_proj"], "init_lora_weights": False, **settings}
-    model = peft.get_peft_model(holder, peft.LoraConfig(r=4, lora_alpha=6, **config))
-    model.add_adapter("second", peft.LoraConfig(r=3, use_rslora=True, **config))
-    model.base_model.set_adapter(["default", "second"])
-    return holder.eval()
 
 
 def lora_of_one() -> Holder:
@@ -272,103 +247,6 @@ def test_fp8_with_one_scale_and_fp8_that_was_loaded_dequantised():
     assert torch.equal(got, projection.weight.detach().float() / 4)
     projection.weight = nn.Parameter(torch.randn(OUT, IN))
     assert effective_weight(projection, NAME, torch.bfloat16) is projection.weight
-
-
-def with_bias() -> nn.Module:
-    return nn.Linear(IN, OUT)
-
-
-def with_a_hook() -> nn.Module:
-    projection = Holder().kv_b_proj
-    projection.register_forward_hook(lambda module, args, out: out + 1)
-    return projection
-
-
-def with_another_forward() -> nn.Module:
-    projection = Holder().kv_b_proj
-    projection.forward = lambda x: x
-    return projection
-
-
-def with_an_old_weight_norm() -> nn.Module:
-    projection = Holder().kv_b_proj
-    with pytest.warns(FutureWarning):
-        return torch.nn.utils.weight_norm(projection)
-
-
-def in_integers() -> nn.Module:
-    projection = Holder().kv_b_proj
-    projection.weight = nn.Parameter(projection.weight.to(torch.int8), requires_grad=False)
-    return projection
-
-
-def of_another_kind() -> nn.Module:
-    class Scaled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * super().forward(x)
-
-    return Scaled(IN, OUT, bias=False)
-
-
-def fp8_with_bias() -> nn.Module:
-    return FP8Linear(IN, OUT, (128, 128), has_bias=True)
-
-
-def fp4() -> nn.Module:
-    projection = FP8Linear(IN, OUT, (128, 128))
-    projection.weight = nn.Parameter(torch.zeros(OUT, IN // 2, dtype=torch.int8), False)
-    return projection
-
-
-def int8_with_int8_inputs() -> nn.Module:
-    torchao = pytest.importorskip("torchao.quantization")
-    holder = Holder()
-    torchao.quantize_(holder, torchao.Int8DynamicActivationInt8WeightConfig())
-    return holder.kv_b_proj
-
-
-def lora_with_dropout() -> nn.Module:
-    return lora(lora_dropout=0.1).train().kv_b_proj
-
-
-def lora_with_bias() -> nn.Module:
-    return lora(lora_bias=True).kv_b_proj
-
-
-def activated_lora() -> nn.Module:
-    return lora(alora_invocation_tokens=[1]).kv_b_proj
-
-
-def ia3() -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.IA3Config(target_modules=["kv_b_proj"], feedforward_modules=[])
-    return peft.get_peft_model(Holder(), config).base_model.model.kv_b_proj
-
-
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [
-        (with_bias, "must have no bias"),
-        (with_a_hook, "must have no hooks: its weight is used without calling it"),
-        (with_another_forward, "must have no hooks"),
-        (with_an_old_weight_norm, "must have no hooks"),
-        (in_integers, r"16 bits or more .* got Parameter of torch\.int8"),
-        (of_another_kind, r"must be an nn\.Linear .* got Scaled"),
-        (fp8_with_bias, "must have no bias"),
-        (fp4, r"a weight of float8_e4m3fn, got one of torch\.int8"),
-        (int8_with_int8_inputs, "scales or quantises its input.*Int8WeightOnlyConfig"),
-        (lora_with_dropout, r"'default' of .* lora_dropout = 0\.1.* Train kv_b_proj with"),
-        (lora_with_bias, r"'default' of .* must have no bias \(lora_bias\)"),
-        (activated_lora, "'default' of .* is LoRA's variant ALora: plain LoRA and DoRA are"),
-        (ia3, r"is peft\.tuners\.ia3\.layer\.Linear, .* LoRA on linear layers"),
-    ],
-)
-def test_what_no_weight_stands_for_is_refused_by_name(case: Callable[[], nn.Module], reason: str):
-    projection = case()
-    for function in (check_weight, lambda *args: effective_weight(*args, torch.float32)):
-        with pytest.raises(NotImplementedError, match=reason) as refusal:
-            function(projection, NAME)
-        assert NAME in str(refusal.value)
 
 
 def test_dropout_of_adapters_is_no_obstacle_outside_of_training():
