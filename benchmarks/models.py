@@ -10,6 +10,7 @@ than the first, tokens per second, and peak memory. How they are measured is wri
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,7 @@ import typer
 from _families import REAL, TINY, Family
 from _measure import QUICK, Rules
 from _model_cases import Case, Phase, Scope, Subject, models
+from _model_rows import steady_rows
 from _model_run import Row, run
 from _report import document
 from _setting import DType
@@ -55,14 +57,25 @@ def main(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the results here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw them here.")] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Keep what --json holds, but for discarded cases."),
+    ] = False,
 ) -> None:
     """Measure layers and models, print a table, and write what was asked for."""
+    if resume and json is None:
+        raise typer.BadParameter("--resume needs --json, which names the results to keep")
     transformers.logging.set_verbosity_error()
     if threads is not None:
         torch.set_num_threads(threads)
     rules = QUICK if quick else Rules()
     lengths = _QUICK_LENGTHS if quick else LENGTHS
     console = Console()
+    subjects = subject or list(Subject)
+    try:
+        known = steady_rows(json, subjects, rules, quick) if resume and json is not None else {}
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     rows: list[Row] = []
     for chosen_family in family or list(Family):
         dims = (TINY if quick else REAL)[chosen_family]
@@ -76,11 +89,16 @@ def main(
                     for tokens in length or lengths[chosen_phase]
                 ]
                 for case in cases:
-                    console.print(f"{case}, {chosen_dtype.value}")
-                    torch.compiler.reset()
-                    rows += run(case, pair, subject or list(Subject), rules)
+                    key = case, chosen_dtype.value
+                    console.print(
+                        f"{case}, {chosen_dtype.value}{': known' if key in known else ''}"
+                    )
+                    if key not in known:
+                        torch.compiler.reset()
+                        known[key] = run(case, pair, subjects, rules)
+                    rows += known[key]
                     if json is not None:
-                        json.write_text(document(rows, rules, quick))
+                        json.write_text(document([*chain(*known.values())], rules, quick))
     console.print(report.table(rows))
     console.print(report.differences(rows))
     if plot is not None:

@@ -103,5 +103,40 @@ def test_a_quick_run_writes_a_table_json_and_a_plot(tmp_path):
     assert plot.stat().st_size > 10_000
 
 
+def test_a_run_that_is_taken_up_again_measures_what_is_missing_or_was_discarded(
+    tmp_path,
+):
+    from typer.testing import CliRunner
+
+    app = typer.Typer()
+    app.command()(command.main)
+    path = tmp_path / "result.json"
+    options = ["--quick", "--family", "glm", "--scope", "layer", "--phase", "prefill"]
+    options += ["--subject", "enable", "--json", str(path)]
+
+    def output_of(*more):
+        return CliRunner().invoke(app, [*options, *more]).output
+
+    def results():
+        return json.loads(path.read_text())["results"]
+
+    output_of("--length", "16")
+    first = results()
+    output = output_of("--resume")
+    assert "prefill 16, float32: known" in output
+    assert "prefill 80, float32: known" not in output
+    assert results()[:1] == first
+    written = json.loads(path.read_text())
+    written["results"][0]["status"] = "discarded: the machine's rates moved"
+    path.write_text(json.dumps(written))
+    output = output_of("--resume")
+    assert "prefill 16, float32: known" not in output
+    assert "prefill 80, float32: known" in output
+    assert {row["status"] for row in results()} == {"measured"}
+    path.write_text(json.dumps(written | {"quick": False}))
+    assert "holds results of quick False, this is True" in " ".join(output_of("--resume").split())
+    assert "needs --json" in CliRunner().invoke(app, ["--resume"]).output
+
+
 def test_a_run_without_transformers_says_that_nothing_was_compared():
     assert report.differences([]) == "no result was compared with transformers"
