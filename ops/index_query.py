@@ -43,6 +43,7 @@ def index_query(
         style: RoPE style of the indexer, see ``rope``.
         quantize: return ``q`` as float8_e4m3fn with a power-of-two scale for each token and head:
             ``cache_layouts.quantise_index_key`` of the float32 query, without a rounding before.
+            The ops that score and select take both results as they are.
         hadamard: end with the orthonormal Hadamard transform. The keys must have it too
             (``norm_rope_index(hadamard=True)``): one flag for both.
 

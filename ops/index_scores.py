@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ._checks import (
+    FLOATING,
     require_dtype,
-    require_floating,
     require_interval,
     require_rank,
     require_same_device,
@@ -15,6 +15,10 @@ from ._checks import (
 )
 from ._dtypes import wide_dtype
 from ._library import define_op
+from .cache_layouts import FP8
+
+INDEX_DTYPES = (*FLOATING, FP8)
+"""Of index queries and keys."""
 
 
 def index_scores(
@@ -24,9 +28,14 @@ def index_scores(
 
     Holds ``T * S`` scores by design (contract C21 exempts it); ``index_select`` never does.
 
+    float8_e4m3fn queries and keys are taken as the numbers that they are: the scale of a query
+    stands in its weights, as ``index_query(quantize=True)`` gives them, and keys have none. The
+    matrix units of sm_90 add the products of fp8 numbers with fewer bits than float32 has.
+
     Args:
-        q: [T, H, D] indexer queries after RoPE.
-        k: [S, D] indexer keys after LayerNorm and RoPE, packed.
+        q: [T, H, D] indexer queries after RoPE, floating point or float8_e4m3fn.
+        k: [S, D] indexer keys after LayerNorm and RoPE, packed; the same dtypes. Triton's
+            kernels take fp8 queries with fp8 keys, and neither without the other.
         weights: [T, H] float32, already folded with ``D**-0.5 * H**-0.5``; may be negative.
         ks, ke: [T] int32, the visible interval of packed keys.
         mask: [T, S] bool, column = packed key, True = visible; visibility is interval and mask.
@@ -49,8 +58,8 @@ def check_index_inputs(
     require_rank("q", q, 3)
     require_rank("k", k, 2)
     require_rank("weights", weights, 2)
-    require_floating("q", q)
-    require_floating("k", k)
+    require_dtype("q", q, INDEX_DTYPES)
+    require_dtype("k", k, INDEX_DTYPES)
     require_dtype("weights", weights, (torch.float32, torch.float64))
     require_size("k", k, 1, q.shape[2], "the head dim of q")
     require_size("weights", weights, 0, q.shape[0], "one row per query token")

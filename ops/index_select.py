@@ -33,8 +33,8 @@ def index_select(
     A row that sees at most ``topk`` keys selects all of them and is never scored.
 
     Args:
-        q: [T, H, D] indexer queries after RoPE.
-        k: [S, D] indexer keys after LayerNorm and RoPE, packed.
+        q: [T, H, D] indexer queries after RoPE, floating point or float8_e4m3fn.
+        k: [S, D] indexer keys after LayerNorm and RoPE, packed; see ``index_scores`` on fp8.
         weights: [T, H] float32, already folded with ``D**-0.5 * H**-0.5``; may be negative.
         ks, ke: [T] int32, the visible interval of packed keys.
         max_kv_len: host upper bound on ``ke - ks``.

@@ -8,7 +8,6 @@ from torch import Tensor
 from . import routing
 from ._checks import (
     require_dtype,
-    require_floating,
     require_positive,
     require_rank,
     require_same_device,
@@ -16,9 +15,10 @@ from ._checks import (
 )
 from ._library import define_op
 from ._paged import by_request, require_paged_rows, visible_lens
-from .cache_layouts import require_index_cache
+from .cache_layouts import FP8, require_index_cache
 from .causal_positions import closed_form
 from .index_cache import load_index_keys
+from .index_scores import INDEX_DTYPES
 from .index_select import index_select
 
 
@@ -41,7 +41,8 @@ def index_select_paged(
     table (contract C9); ``slots`` turns one into the other.
 
     Args:
-        q: [T, H, D] indexer queries after RoPE and, if the keys have it too, Hadamard.
+        q: [T, H, D] indexer queries after RoPE and, if the keys have it too, Hadamard; floating
+            point or float8_e4m3fn with the scales in ``weights``, as ``index_query`` gives them.
         cache: [num_blocks, block_size, D + 4] uint8, see ``cache_layouts``.
         weights: [T, H] float32, already folded with ``D**-0.5 * H**-0.5``; may be negative.
         block_table: [B, blocks] int32, the blocks of each request in order. Columns past what a
@@ -64,7 +65,7 @@ def index_select_paged(
     """
     require_positive("topk", topk)
     require_rank("q", q, 3)
-    require_floating("q", q)
+    require_dtype("q", q, INDEX_DTYPES)
     require_rank("weights", weights, 2)
     require_dtype("weights", weights, (torch.float32, torch.float64))
     require_size("weights", weights, 0, q.shape[0], "one row per query token")
@@ -103,8 +104,8 @@ def _reference(
     indices = closed_form(torch.zeros_like(seen), seen, topk)
     if routing.selection_form(max_kv_len, topk) is routing.Selection.CLOSED:
         return indices
-    # A float16 key would lose exponents that a stored one can have.
-    dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
+    # A key in float16 or fp8 would lose exponents that a stored one can have.
+    dtype = torch.float32 if q.dtype in (torch.float16, FP8) else q.dtype
     for part in by_request(cache, block_table, row_request, seen, seen > topk):
         indices[part.rows] = index_select(
             q[part.rows],

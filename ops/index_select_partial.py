@@ -42,8 +42,8 @@ def index_select_partial(
     (contract C16): a row that sees at most ``topk`` keys selects all of them and is not scored.
 
     Args:
-        q: [T, H, D] indexer queries after RoPE.
-        k: [S, D] this rank's indexer keys, packed.
+        q: [T, H, D] indexer queries after RoPE, floating point or float8_e4m3fn.
+        k: [S, D] this rank's indexer keys, packed; see ``index_scores`` on fp8.
         weights: [T, H] float32, already folded with ``D**-0.5 * H**-0.5``; may be negative.
         ks, ke: [T] int32, the interval of this rank's keys that each row sees.
         positions: [S] int32, the position of each of these keys in its request, on all ranks.

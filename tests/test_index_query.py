@@ -92,7 +92,7 @@ def test_scores_of_folded_queries_are_those_of_the_formula(quantize):
     keys = torch.randn(tokens, 32)
     ks, ke = causal_intervals([tokens])
     out, folded = index_query(q, weights, cos, sin, "interleaved", quantize)
-    scores = index_scores(out.float(), keys, folded, ks, ke)
+    scores = index_scores(out, keys, folded, ks, ke)
     exact = separate(q, cos, sin, "interleaved").double()
     plain = weights.double() * (16 * 32) ** -0.5
     expected = index_scores(exact, keys.double(), plain, ks, ke)
@@ -103,7 +103,7 @@ def test_scores_of_folded_queries_are_those_of_the_formula(quantize):
     off = (scores.double() - expected)[visible].abs()
     assert bool((off <= (budget[visible] if quantize else 1e-5)).all())
     assert torch.equal(scores.isfinite(), visible)
-    chosen = index_select(out.float(), keys, folded, ks, ke, tokens, topk)
+    chosen = index_select(out, keys, folded, ks, ke, tokens, topk)
     check_indices(chosen, ks, ke, topk)
     wanted = index_select(exact, keys.double(), plain, ks, ke, tokens, topk)
     common = sum(
@@ -119,7 +119,7 @@ def test_an_all_zero_query_scores_exactly_zero():
     assert folded.isfinite().all()
     assert folded.abs().max() > 0
     ks, ke = causal_intervals([1])
-    assert index_scores(out.float(), torch.randn(1, 32) * 1e4, folded, ks, ke).tolist() == [[0.0]]
+    assert index_scores(out, torch.randn(1, 32) * 1e4, folded, ks, ke).tolist() == [[0.0]]
 
 
 @pytest.mark.parametrize("quantize", [False, True])
@@ -134,7 +134,7 @@ def test_a_hadamard_transform_of_both_sides_keeps_scores_and_one_of_a_single_sid
     def scored(of_query: bool, of_key: bool) -> tuple[Tensor, Tensor]:
         out, folded = index_query(q, weights, cos, sin, "half", quantize, of_query)
         key = norm_rope_index(*args, of_key)[3]
-        operands = (out.float(), key, folded, ks, ke)
+        operands = (out, key, folded, ks, ke)
         chosen = index_select(*operands, tokens, topk)
         check_indices(chosen, ks, ke, topk)
         return index_scores(*operands), chosen

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsafx import ops
 from dsafx.ops import deep_gemm, flash_mla
-from dsafx.ops.cache_layouts import quantise_index_key
+from dsafx.ops.cache_layouts import FP8, quantise_index_key
 from dsafx.ops.mla_cache import load_latents
 from dsafx.ops.tolerances import least_recall
 
@@ -212,6 +212,28 @@ def test_deep_gemm_scores_are_those_of_the_rounded_operands(architecture):
         assert scores.dtype == torch.float32
         assert scores.is_contiguous()
         torch.testing.assert_close(scores.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_deep_gemm_takes_operands_that_are_fp8_already_as_they_are():
+    ks, ke = causal_intervals([12, 9], cached=60)
+    rows, keys = ks.shape[0], int(ke.max())
+    # Whole numbers, of which scores are exact.
+    q = torch.randint(-7, 8, (rows, 32, 64)).to(FP8)
+    k, weights = torch.randint(-7, 8, (keys, 64)).float(), torch.randint(-7, 8, (rows, 32)).float()
+    recorded, found = gemm_provider(90)
+    for stored in (k.to(FP8), k):
+        packed = q, stored, weights, ks, ke
+        with ops.use_provider("reference"):
+            scores, chosen = ops.index_scores(*packed), ops.index_select(*packed, 72, 16)
+        assert torch.equal(run(found, "index_scores", *packed), scores)
+        assert torch.equal(run(found, "index_select", *packed, 72, 16), chosen)
+        call = recorded.named(LOGITS)[0]
+        assert call["q"].data_ptr() == q.data_ptr()
+        (values, scale), weights_given = call["kv"], call["weights"]
+        assert (values.data_ptr() == stored.data_ptr()) == (stored.dtype == FP8)
+        assert torch.equal(weights_given, weights)
+        assert bool((scale == 1).all()) == (stored.dtype == FP8)
+        recorded.calls.clear()
 
 
 def test_deep_gemm_selects_what_the_reference_selects_of_the_rounded_operands():

@@ -83,14 +83,27 @@ def test_queries_and_keys_of_two_dtypes_meet_in_float32():
 
 
 def test_fp8_operands_are_scored_as_they_are():
-    """No op takes a quantised query yet; the launcher does."""
-    from dsafx.ops.triton import index_scores
-
     q, k, weights = gaussian(7, KEYS, 16, 64)
     q, scale = quantise_index_key(q)
-    k = quantise_index_key(k)[0]
-    assert index_scores.supports(q, k, weights, KS, KE) is None
-    assert_scores(index_scores.run(q, k, weights * scale, KS, KE), q, k, weights * scale)
+    k, weights = quantise_index_key(k)[0], weights * scale
+    assert_scores(by("triton", ops.index_scores, q, k, weights, KS, KE), q, k, weights)
+
+
+def test_fp8_queries_and_keys_come_together_and_are_left_to_the_reference_otherwise():
+    q, k, weights = whole_numbers(7, KEYS, 16, 64)
+    places = torch.arange(KEYS, dtype=torch.int32)
+    for op, *rest in (
+        (ops.index_scores,),
+        (ops.index_select, 101, 24),
+        (index_select_partial, places, KE - KS, 101, 24),
+    ):
+        with pytest.raises(NotImplementedError, match="queries in float8_e4m3fn take keys in it"):
+            by("triton", op, q.to(FP8), k, weights, KS, KE, *rest)
+        with pytest.raises(NotImplementedError, match="keys in float8_e4m3fn take queries in it"):
+            by("triton", op, q, k.to(FP8), weights, KS, KE, *rest)
+        found = by("triton", op, q.to(FP8), k.to(FP8), weights, KS, KE, *rest)
+        expected = by("reference", op, q, k, weights, KS, KE, *rest)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_strided_operands_score_as_their_copies_do():
@@ -325,9 +338,6 @@ def test_a_paged_row_selects_alike_alone_and_in_a_batch():
 
 
 def test_a_quantised_query_meets_the_stored_keys_as_they_are():
-    """No op takes a quantised query yet; the launcher does."""
-    from dsafx.ops.triton import index_select_paged as kernel
-
     at = pages((9, 40), new=3)
     q, keys, weights = index_inputs(at)
     cache = filled_index_cache(at, keys, "ue8m0")
@@ -335,9 +345,8 @@ def test_a_quantised_query_meets_the_stored_keys_as_they_are():
     assert quantised.dtype == FP8
     rows = at.row_request, at.lens
     args = cache, weights * scale, at.block_table, *rows, 40, 8, "ue8m0"
-    assert kernel.supports(quantised, *args) is None
-    expected = by("reference", index_select_paged, quantised.float(), *args)
-    assert torch.equal(kernel.run(quantised, *args), expected)
+    expected = by("reference", index_select_paged, quantised, *args)
+    assert torch.equal(by("triton", index_select_paged, quantised, *args), expected)
 
 
 def test_no_launcher_reads_a_value_of_the_device():

@@ -91,6 +91,7 @@ class Adapters:
     returns_lse: attention returns the log-sum-exp.
     fp8_scores: queries or keys are rounded to fp8 before they are scored, so that only
         ``ops.tolerances.least_recall`` is owed and cases of exact scores are skipped.
+    fp8_operands: scores and select also take queries and keys in float8_e4m3fn, as they are.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Adapters:
     sorted_ids: bool = True
     returns_lse: bool = True
     fp8_scores: bool = False
+    fp8_operands: bool = False
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.layouts) - set(LAYOUTS))
@@ -164,6 +166,7 @@ def adapters_for(name: str) -> Adapters:
         dense=within(ops.dense_mha),
         masked=within(ops.masked_mha),
         declaration=Declaration(_Layer(), provider.kernels),
+        fp8_operands=True,
         batch_invariant=invariant,
         lowest_tie=provider.lowest_tie,
         sorted_ids=provider.sorted_ids,

@@ -7,6 +7,7 @@ from . import (
     _cases_attend_calls,
     _cases_batches,
     _cases_cache,
+    _cases_fp8,
     _cases_mha,
     _cases_routing,
     _cases_rows,
@@ -19,6 +20,7 @@ from ._case import Case
 CASES: tuple[Case, ...] = (
     *_cases_scores.CASES,
     *_cases_topk.CASES,
+    *_cases_fp8.CASES,
     *_cases_rows.CASES,
     *_cases_batches.CASES,
     *_cases_attend.CASES,

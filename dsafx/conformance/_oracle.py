@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops import tolerances
+from ..ops.cache_layouts import FP8
 from ._adapters import Adapters
 from ._inputs import AttendInputs, IndexInputs
 
@@ -37,7 +38,7 @@ def assert_scores(adapters: Adapters, got: Tensor, inputs: IndexInputs) -> None:
     hidden = got[~seen]
     assert bool((hidden == -math.inf).all()), "a key that a row does not see has a score"
     budget = tolerances.score_tolerance(
-        torch.float8_e4m3fn if adapters.fp8_scores else q.dtype,
+        _rounded_to(adapters, q),
         q.shape[1],
         q.shape[2],
         tolerances.score_magnitude(q, k, weights),
@@ -65,11 +66,12 @@ def assert_selection(adapters: Adapters, idx: Tensor, inputs: IndexInputs, topk:
     seen = visible(ks, ke, k.shape[0], mask)
     chosen = _chosen(ordered, ks, k.shape[0])
     if adapters.fp8_scores:
-        assert_recall(chosen, exact, seen, topk, torch.float8_e4m3fn)
+        assert_recall(chosen, exact, seen, topk, FP8)
         return
     left_out = seen & ~chosen
     magnitude = tolerances.score_magnitude(q, k, weights).masked_fill(~seen, 0.0).amax(dim=1)
-    margin = tolerances.selection_margin(q.dtype, q.shape[1], q.shape[2], magnitude)
+    rounded = _rounded_to(adapters, q)
+    margin = tolerances.selection_margin(rounded, q.shape[1], q.shape[2], magnitude)
     worst = exact.masked_fill(~chosen, math.inf).amin(dim=1)
     best = exact.masked_fill(~left_out, -math.inf).amax(dim=1)
     wrong = (worst < best - margin).nonzero().flatten()
@@ -169,6 +171,13 @@ def assert_mha(
     size = exact[1][~empty].abs()
     budget_lse = tolerances.lse_tolerance(q.dtype, width, lanes, logit + 0 * size, size)
     _assert_within(lse[~empty].double(), exact[1][~empty], budget_lse, "lse")
+
+
+def _rounded_to(adapters: Adapters, q: Tensor) -> torch.dtype:
+    """What ``tolerances`` are asked for: queries that are given in fp8 are not rounded to it."""
+    if adapters.fp8_scores:
+        return FP8
+    return torch.float32 if q.dtype == FP8 else q.dtype
 
 
 def _rank(score: float) -> tuple[bool, float]:

@@ -44,7 +44,7 @@ def run(
     mask: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """``index_select`` for float32, bfloat16 and float16, of which tiles become float32."""
+    """``index_select`` for float32 and narrower, of which tiles become float32: exactly."""
     check_interval_values(ks, ke, k.shape[0], max_kv_len)
     if mask is None and (routing.selection_form(max_kv_len, topk) is routing.Selection.CLOSED):
         return closed_form(ks, ke, topk)

@@ -1,7 +1,8 @@
 """``index_scores`` and ``index_select`` on ``fp8_mqa_logits``: queries and keys rounded to e4m3.
 
 The scale of a query leaves through the head weights, since ``relu(a * x) = a * relu(x)``; that of a
-key is an operand of the kernel. Dots and scores are float32.
+key is an operand of the kernel. Operands that are e4m3 already are taken as they are. Dots and
+scores are float32.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 from .. import routing
 from .._blocks import check_interval_values, row_blocks
 from .._host import Host
-from ..cache_layouts import quantise_index_key
+from ..cache_layouts import FP8, quantise_index_key
 from ..causal_positions import closed_form
 from ..index_scores import visible_keys
 from ..select_topk import select_topk
@@ -129,10 +130,17 @@ def _operands(
     q: Tensor, k: Tensor, weights: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """Queries, keys with their scales, and the weights that hold the scales of the queries."""
-    q8, q_scale = quantise_index_key(q)
-    k8, k_scale = quantise_index_key(k)
+    q8, q_scale = _quantised(q)
+    k8, k_scale = _quantised(k)
     folded = weights.to(torch.float32) * q_scale
     return q8.contiguous(), (k8.contiguous(), k_scale.contiguous()), folded.contiguous()
+
+
+def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 of the rows of ``x`` and the scale of each; 1 where ``x`` is e4m3 itself."""
+    if x.dtype == FP8:
+        return x, x.new_ones(x.shape[:-1], dtype=torch.float32)
+    return quantise_index_key(x)
 
 
 def _refusal(host: Host, q: Tensor, k: Tensor, weights: Tensor) -> str | None:

@@ -109,7 +109,10 @@ def _scores_kernel(
 def supports(
     q: Tensor, k: Tensor, weights: Tensor, ks: Tensor, ke: Tensor, *args: object
 ) -> str | None:
-    """None unless the dtype, heads or head dim have no tile."""
+    """None unless the dtypes, heads or head dim have no tile."""
+    if k.dtype == FP8 and q.dtype != FP8:
+        # Packed keys in fp8 have no scales, and so come with no other queries.
+        return f"keys in float8_e4m3fn take queries in it, got {q.dtype}"
     return refusal(q, k.dtype)
 
 
