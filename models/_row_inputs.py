@@ -17,7 +17,8 @@ class RowInput:
         shape: of one row; () for a number.
         dtype: of the tensor.
         padding: what stands in rows without a token. They must be empty rows that write nothing:
-            equal ``ks`` and ``ke``, length 0, request -1, slot -1.
+            equal ``ks`` and ``ke``, length 0, request -1, slot -1; and where each row is written,
+            as by ``DSAAttention``, a cache row that nobody sees.
     """
 
     shape: tuple[int, ...]

@@ -149,8 +149,8 @@ class CapturedStep:
         device: where the step runs.
         other_consumers: whether anyone but a layer's own route reads its selection.
         capture: records a graph; None means CUDA graphs. On a CUDA device every op of the step must
-            leave the device's values there. ``mla_attention_paged`` does so on top-k MQA only: with
-            dense or masked MHA gather the cache first, or pass ``captured=True``.
+            leave the device's values there. In ``mla_attention_paged`` dense and masked MHA then
+            expand keys for every row of the block table: give each variant a table of its own size.
 
     Attributes:
         counts: batches served, by name of the variant, and by ``EAGER``.

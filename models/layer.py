@@ -116,7 +116,8 @@ class DSAAttention(nn.Module):
             max_query_len: host upper bound on the tokens of a request.
             kv_c_cache, k_pe_cache: [S, L] and [S, R].
             index_k_cache: [S, D], on a layer with an indexer.
-            write_positions: [T] int64, the cache row of each token.
+            write_positions: [T] int64, the cache row of each token. Every token is written, and -1
+                skips none, as slots in pages do: rows of padding need a cache row that nobody sees.
             indices: [T, K] int32, on a shared layer the selection of the full layer before it.
             keep_indices: somebody else reads the selection, so it is made whatever the route.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import providers, routing
 from ._attend import attend, promoted_dtype
+from ._blocks import row_blocks
 from ._checks import require_floating, require_rank, require_same_device, require_size
 from ._dtypes import wide_dtype
 from ._library import define_op
@@ -16,7 +17,7 @@ from ._paged import by_request, require_paged_rows, visible_lens
 from .cache_layouts import require_mla_cache
 from .masked_mha import check_selection
 from .mla_attention import Operands
-from .mla_cache import load_latents, require_scale_value
+from .mla_cache import load_latents, mla_cache_gather, require_scale_value
 from .sparse_mqa_paged import no_gradient, sparse_mqa_paged
 
 
@@ -45,6 +46,11 @@ def mla_attention_paged(
 
     Equal to ``mla_attention`` on the dequantised latents of each row's request: every route reads
     keys as the cache stores them, in the dtype of the result (contract C14). Has no gradient.
+
+    With a provider that is graph-safe no value of the device is read on the host, whatever the
+    route. Dense and masked attention then make room for, and expand, ``max_kv_len`` keys of every
+    request in ``block_table``, or of T requests where these are fewer, however many there are: give
+    a table of no more requests than the rows are of.
 
     Args:
         q_nope: [T, N, P]; q_pe: [T, N, R], rotated. Unlike dtypes are promoted to the wider, which
@@ -176,7 +182,13 @@ def _reference(*args: Any) -> tuple[Tensor, Tensor]:
     seen = visible_lens(call.block_table, call.row_request, call.lens, call.max_kv_len)
     if decision.route is routing.Route.SPARSE_MQA:
         return _absorbed(call, seen, spec.config.batch_invariant)
-    return _expanded(call, seen, decision.route)
+    expanded = _by_bounds if _leaves_values(call.cache.device.type) else _by_request
+    return expanded(call, seen, decision.route)
+
+
+def _leaves_values(device_type: str) -> bool:
+    """Whether calls on ``device_type`` may leave values on the device, so as to be captured."""
+    return providers.dispatch(device_type).graph_safe
 
 
 def _absorbed(call: _Call, seen: Tensor, batch_invariant: bool) -> tuple[Tensor, Tensor]:
@@ -203,11 +215,61 @@ def _absorbed(call: _Call, seen: Tensor, batch_invariant: bool) -> tuple[Tensor,
     return out.transpose(0, 1).contiguous(), lse
 
 
-def _expanded(call: _Call, seen: Tensor, route: routing.Route) -> tuple[Tensor, Tensor]:
+def _by_bounds(call: _Call, seen: Tensor, route: routing.Route) -> tuple[Tensor, Tensor]:
+    """Dense or masked attention without a value of the device on the host (contract C6).
+
+    There is room for ``max_kv_len`` keys of every request that can have a row, in groups of
+    requests whose expanded keys fit the workspace. The keys of a group lie packed, and zeros behind
+    them; a row of another group sees none.
+    """
+    out, lse = _no_keys(call)
+    tokens, requests = seen.shape[0], call.block_table.shape[0]
+    if 0 in (tokens, requests, call.max_kv_len):
+        return out, lse
+    longest = call.max_kv_len
+    seen = seen.clamp(max=longest)
+    request = call.row_request.clamp(0, requests - 1)
+    lengths = seen.new_zeros(requests).scatter_reduce_(0, request.long(), seen, "amax")
+    latent, key = call.kv_b_weight.shape[1], call.kv_b_weight.shape[0] + call.q_pe.shape[2]
+    for group in row_blocks(requests, longest * out.element_size() * (latent + key)):
+        inside = (request >= group.start) & (request < group.stop)
+        count = group.stop - group.start
+        bounds = lengths.new_zeros(count + 1)
+        bounds[1:] = lengths[group].cumsum(dim=0)
+        kv_c, k_pe = mla_cache_gather(
+            call.cache,
+            call.block_table[group],
+            bounds,
+            min(count, tokens) * longest,
+            call.layout,
+            call.cache_scale,
+            latent,
+            out.dtype,
+        )
+        ks = bounds[(request - group.start).clamp(0, count - 1)]
+        part_out, part_lse = attend(
+            route,
+            call.q_nope,
+            call.q_pe,
+            kv_c,
+            k_pe,
+            call.kv_b_weight,
+            call.indices,
+            ks,
+            torch.where(inside, ks + seen, ks),
+            longest,
+            call.scale,
+            return_lse=call.return_lse,
+        )
+        # A row of another group adds 0, and -inf to the maximum.
+        out += part_out
+        torch.maximum(lse, part_lse, out=lse)
+    return out, lse
+
+
+def _by_request(call: _Call, seen: Tensor, route: routing.Route) -> tuple[Tensor, Tensor]:
     """Dense or masked attention, one request after another, so that one's keys are held at once."""
-    out, lse = _fake(*call)
-    out.zero_()
-    lse.fill_(float("-inf"))
+    out, lse = _no_keys(call)
     every = torch.ones_like(seen, dtype=torch.bool)
     for part in by_request(call.cache, call.block_table, call.row_request, seen, every):
         kv_c, k_pe = load_latents(
@@ -236,6 +298,12 @@ def _expanded(call: _Call, seen: Tensor, route: routing.Route) -> tuple[Tensor, 
         if call.return_lse:
             lse[part.rows] = part_lse
     return out, lse
+
+
+def _no_keys(call: _Call) -> tuple[Tensor, Tensor]:
+    """What rows without keys give."""
+    out, lse = _fake(*call)
+    return out.zero_(), lse.fill_(float("-inf"))
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""A captured decode step of ops on paged caches, as an engine writes one."""
+"""Captured steps of ops on paged caches, as an engine writes them: decode and short prefill."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from _pages import (
     DIM,
     HEADS,
     LATENT,
+    LENGTHS,
     NOPE,
     ROPE,
     SCALE,
@@ -34,8 +35,10 @@ from dsafx.ops.mla_attention_paged import mla_attention_paged
 from dsafx.ops.mla_cache import mla_cache_gather, mla_cache_write
 
 LAYER = routing.LayerCapabilities(dense_mha=True, masked_mha=True)
-CONFIG = routing.RouteConfig()
 BOUND = 16
+DECODE = CapturedVariant("decode", tokens=5, capture_bound=BOUND, max_query_len=1)
+SHORT = CapturedVariant("short", tokens=8, capture_bound=TOPK)
+LONG = CapturedVariant("long", tokens=8, capture_bound=BOUND)
 LAYOUTS = ("bf16", "fp8_ds_mla")
 ROWS = {
     "q_nope": RowInput((HEADS, NOPE), torch.float32),
@@ -52,16 +55,24 @@ ROWS = {
 
 
 class Requests:
-    """Three requests in pages, whose last tokens the caches do not hold yet."""
+    """Requests in pages, whose last ``new`` tokens the caches do not hold yet."""
 
-    def __init__(self, layout: str) -> None:
+    def __init__(
+        self,
+        layout: str,
+        lengths: tuple[int, ...] = LENGTHS,
+        new: int = 1,
+        mode: str = "auto",
+    ) -> None:
         torch.manual_seed(5)
-        at: Pages = pages(new=1)
+        at: Pages = pages(lengths, new)
         self.layout = layout
         self.at = at
+        self.new = new
+        self.config = routing.RouteConfig(mode=mode)
         q_nope, q_pe, self.kv_c, self.k_pe, self.kv_b_weight = mla_inputs(at)
         index_q, index_k, weights = index_inputs(at)
-        last = at.cu_seqlens[1:].long() - 1
+        last = at.ke.long() - 1
         before = at.slot_mapping.clone()
         before[last] = -1
         earlier = Pages(**{**vars(at), "slot_mapping": before})
@@ -98,50 +109,68 @@ class Requests:
             facts.max_query_len,
             TOPK,
             SCALE,
-            routing.encode_spec(LAYER, CONFIG),
+            routing.encode_spec(LAYER, self.config),
             self.layout,
         )
         return out, indices
 
-    def captured(self, strict: bool) -> tuple[CapturedStep, Recorder]:
+    def captured(self, variant: CapturedVariant, strict: bool) -> tuple[CapturedStep, Recorder]:
         recorder = Recorder(strict)
         kernels = providers.kernel_capabilities("cpu")
-        spec = routing.RouteSpec(LAYER, kernels, CONFIG, TOPK, HEADS, NOPE, ROPE, VALUE, LATENT)
-        variant = CapturedVariant("decode", tokens=5, capture_bound=BOUND, max_query_len=1)
+        sizes = TOPK, HEADS, NOPE, ROPE, VALUE, LATENT
+        spec = routing.RouteSpec(LAYER, kernels, self.config, *sizes)
         step = CapturedStep(self.step, [variant], ROWS, spec, "cpu", capture=recorder)
         return step, recorder
 
+    def exact(self, selected: Tensor) -> Tensor:
+        """float64 attention over the selected keys, as the cache stores them."""
+        at = self.at
+        stored = self.cache, *at.packed, self.layout, None, LATENT
+        with ops.use_provider("reference"):
+            kv_c, k_pe = mla_cache_gather(*stored, dtype=torch.float64)
+            out, _ = ops.mla_attention(
+                self.rows["q_nope"].double(),
+                self.rows["q_pe"].double(),
+                kv_c,
+                k_pe,
+                self.kv_b_weight.double(),
+                selected,
+                at.ks,
+                at.ke,
+                BOUND,
+                self.new,
+                TOPK,
+                SCALE,
+                routing.encode_spec(LAYER, routing.RouteConfig(mode="sparse")),
+            )
+        return out
+
+
+def assert_serves(variant: CapturedVariant, route: routing.Route, strict: bool, *scene) -> None:
+    requests, eager = Requests(*scene), Requests(*scene)
+    captured, _ = requests.captured(variant, strict)
+    assert captured.decisions[variant.name].route is route
+    assert_same_caches(requests, eager)
+    longest = int(requests.at.lens.max())
+    # Of the other batch, which is replayed first, nothing may be left.
+    captured({name: rows[:2].flip(0) for name, rows in requests.rows.items()}, longest, 1)
+    found, indices = captured(requests.rows, longest, requests.new)
+    assert captured.counts == {variant.name: 2}
+    with ops.use_provider("reference"):
+        _, selected = eager.step(eager.rows, routing.BatchFacts(longest, requests.new))
+    assert_same_caches(requests, eager)
+    assert torch.equal(indices, selected)
+    torch.testing.assert_close(found.double(), eager.exact(selected), atol=1e-5, rtol=1e-5)
+
 
 def assert_decodes(layout: str, strict: bool) -> None:
-    requests, eager = Requests(layout), Requests(layout)
-    captured, _ = requests.captured(strict)
-    assert_same_caches(requests, eager)
-    found, indices = captured(requests.rows, max_kv_len=14, max_query_len=1)
-    assert captured.counts == {"decode": 1}
-    at = requests.at
-    with ops.use_provider("reference"):
-        _, selected = eager.step(eager.rows, routing.BatchFacts(14, 1))
-        assert_same_caches(requests, eager)
-        kv_c, k_pe = mla_cache_gather(
-            eager.cache, *at.packed, layout, None, LATENT, dtype=torch.float64
-        )
-        expected, _ = ops.mla_attention(
-            requests.rows["q_nope"].double(),
-            requests.rows["q_pe"].double(),
-            kv_c,
-            k_pe,
-            requests.kv_b_weight.double(),
-            selected,
-            at.ks,
-            at.ke,
-            14,
-            1,
-            TOPK,
-            SCALE,
-            routing.encode_spec(LAYER, CONFIG),
-        )
-    assert torch.equal(indices, selected)
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    assert_serves(DECODE, routing.Route.SPARSE_MQA, strict, layout)
+
+
+def assert_prefills(layout: str, strict: bool) -> None:
+    """Short requests by dense MHA, one of them with a cached token, and long ones by masked MHA."""
+    assert_serves(SHORT, routing.Route.DENSE_MHA, strict, layout, (2, 4, 1), 3)
+    assert_serves(LONG, routing.Route.MASKED_MHA, strict, layout, LENGTHS, 3, "masked")
 
 
 def assert_same_caches(a: Requests, b: Requests) -> None:
@@ -163,9 +192,21 @@ def test_with_kernels_made_for_it_a_decode_step_on_pages_reads_no_value_of_the_d
         assert_decodes(layout, strict=True)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_captured_prefill_on_pages_is_the_exact_attention_of_its_rows(layout: str):
+    assert_prefills(layout, strict=False)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_kernels_made_for_it_a_prefill_on_pages_reads_no_value_of_the_device(layout: str):
+    with ops.use_provider("triton"):
+        assert_prefills(layout, strict=True)
+
+
 def test_a_request_beyond_the_bound_is_decoded_eagerly():
     requests = Requests("bf16")
-    captured, recorder = requests.captured(strict=False)
+    captured, recorder = requests.captured(DECODE, strict=False)
     captured(requests.rows, max_kv_len=BOUND + 1, max_query_len=1)
     assert captured.counts == {EAGER: 1}
     assert recorder.replays == [0]

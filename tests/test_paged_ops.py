@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
+from _inside import Inside
 from _opcheck import one_graph_for_lengths, opcheck_all
 from _pages import (
     BLOCK,
     DIM,
     HEADS,
     LATENT,
+    NOPE,
     ROPE,
     SCALE,
     STALE,
@@ -41,6 +45,13 @@ def factor(scale: float | None) -> Tensor | None:
 
 def spec(mode: str) -> str:
     return routing.encode_spec(LAYER, routing.RouteConfig(mode=mode))
+
+
+@pytest.fixture(params=["by request", "by bounds"])
+def _gathers(request, monkeypatch):
+    """Dense and masked attention over keys gathered for each request, and at a host's bound."""
+    module = sys.modules["dsafx.ops.mla_attention_paged"]
+    monkeypatch.setattr(module, "_leaves_values", lambda device_type: request.param == "by bounds")
 
 
 @pytest.mark.parametrize("scale_store", ["fp32", "ue8m0"])
@@ -120,6 +131,7 @@ def routed(at, inputs, cache, indices, mode, layout="bf16", scale=None, return_l
     )
 
 
+@pytest.mark.usefixtures("_gathers")
 @pytest.mark.parametrize(("layout", "scale"), LAYOUTS)
 @pytest.mark.parametrize("mode", ["sparse", "masked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -149,8 +161,10 @@ def test_paged_routed_attention_is_that_of_the_stored_latents(layout, scale, mod
     torch.testing.assert_close(lse, expected_lse)
 
 
-def test_a_short_segment_runs_dense_without_a_selection():
-    at = pages(lengths=(3, 4), new=2)
+@pytest.mark.usefixtures("_gathers")
+@pytest.mark.parametrize("lengths", [(3, 4), (1,), (2, 0, 4, 1)])
+def test_a_short_segment_runs_dense_without_a_selection(lengths):
+    at = pages(lengths, new=2)
     inputs = mla_inputs(at)
     cache = filled_mla_cache(at, *inputs[2:4], "bf16", None)
     dense, lse = routed(at, inputs, cache, None, "auto")
@@ -158,6 +172,25 @@ def test_a_short_segment_runs_dense_without_a_selection():
     sparse, sparse_lse = routed(at, inputs, cache, closed, "sparse")
     torch.testing.assert_close(dense, sparse)
     torch.testing.assert_close(lse, sparse_lse)
+
+
+@pytest.mark.parametrize("mode", ["auto", "masked"])
+def test_expanded_keys_of_a_bound_stay_within_the_workspace(mode, monkeypatch):
+    """In groups of requests, so that a loose bound and a wide table do not cost their product."""
+    module = sys.modules["dsafx.ops.mla_attention_paged"]
+    monkeypatch.setattr(module, "_leaves_values", lambda device_type: True)
+    at = pages((3, 4, 1, 2, 4), new=2)
+    inputs = mla_inputs(at)
+    cache = filled_mla_cache(at, *inputs[2:4], "bf16", None)
+    closed = ops.causal_positions(torch.zeros_like(at.lens), at.lens, 4, TOPK)
+    out, lse = routed(at, inputs, cache, closed, mode)
+    a_request = 4 * TOPK * (LATENT + HEADS * (NOPE + VALUE) + ROPE)
+    for requests in (1, 2, 4):
+        with ops.options(workspace_bytes=requests * a_request), Inside() as seen:
+            grouped, grouped_lse = routed(at, inputs, cache, closed, mode)
+        torch.testing.assert_close(grouped, out)
+        torch.testing.assert_close(grouped_lse, lse)
+        assert seen.bytes <= requests * a_request
 
 
 def test_a_route_that_reads_indices_refuses_none():
@@ -168,6 +201,7 @@ def test_a_route_that_reads_indices_refuses_none():
         routed(at, inputs, cache, None, "auto")
 
 
+@pytest.mark.usefixtures("_gathers")
 @pytest.mark.parametrize("padding", [-1, 3, 77])
 @pytest.mark.parametrize("mode", ["sparse", "masked"])
 def test_padding_rows_select_nothing_and_change_nothing(padding, mode):
@@ -193,6 +227,7 @@ def test_padding_rows_select_nothing_and_change_nothing(padding, mode):
     torch.testing.assert_close(padded[:last], out[:last])
 
 
+@pytest.mark.usefixtures("_gathers")
 @pytest.mark.parametrize("rows", [0, 3])
 def test_no_rows_and_rows_that_see_nothing_are_empty(rows):
     at = pages()
@@ -262,6 +297,7 @@ def test_a_position_that_its_row_does_not_see_is_refused_before_any_block_is_rea
         routed(at, inputs, cache, indices, "sparse")
 
 
+@pytest.mark.usefixtures("_gathers")
 def test_a_token_without_a_block_is_refused():
     at = pages()
     q, keys, weights = index_inputs(at)
