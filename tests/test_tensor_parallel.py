@@ -38,6 +38,7 @@ import dsafx
 from dsafx import ops
 from dsafx.models import record_decisions
 from dsafx.models._weights import effective_weight
+from dsafx.passes import _torch_compat as compat
 from dsafx.passes import collect
 
 
@@ -52,6 +53,12 @@ all_families = pytest.mark.parametrize(
     "checkpoint", ["axk2", "deepseek_v32", "glm_moe_dsa"], indirect=True
 )
 one_family = pytest.mark.parametrize("checkpoint", ["glm_moe_dsa"], indirect=True)
+gathers_experts = pytest.mark.xfail(
+    compat._VERSION < (2, 12),
+    reason="torch 2.11 cannot gather experts as transformers shards them, with dsafx or without",
+    raises=AssertionError,
+    strict=True,
+)
 
 
 def answers(rank: int, checkpoint: Path) -> tuple[Tensor, Tensor, list[list[int]]]:
@@ -80,6 +87,7 @@ def saved_and_disabled(rank: int, checkpoint: Path, folder: Path) -> bool:
     return torch.equal(logits(dsafx.disable(model)), before)
 
 
+@gathers_experts
 @one_family
 def test_a_sharded_model_is_saved_whole_while_enabled_and_disabled_bit_for_bit(
     ranks: Ranks, checkpoint: Path
@@ -222,6 +230,7 @@ def sharded_gradients(rank: int, checkpoint: Path) -> dict[str, Tensor]:
     return gradients(model, language_loss(model))
 
 
+@gathers_experts
 @one_family
 def test_gradients_of_a_sharded_model_are_those_of_one_process(ranks: Ranks, checkpoint: Path):
     one = whole(checkpoint)
