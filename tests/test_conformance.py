@@ -148,6 +148,12 @@ def test_adapters_are_found_by_module_and_attribute():
         adapters_for(f"{__name__}:__name__")
 
 
+def test_a_provider_is_held_to_exact_scores_unless_it_says_that_it_rounds_to_fp8():
+    held = {name: not adapters_for(name).fp8_scores for name in ("cpu", "triton", "deep_gemm")}
+    assert held == {"cpu": True, "triton": True, "deep_gemm": False}
+    assert adapters_for("deep_gemm").batch_invariant.fp8_scores
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

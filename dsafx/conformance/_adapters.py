@@ -154,6 +154,7 @@ def adapters_for(name: str) -> Adapters:
         attend=within(functools.partial(ops.sparse_mqa, batch_invariant=True)),
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
         device="cpu" if provider.supports("cpu") is None else provider.devices[0],
+        fp8_scores=not provider.fp32_scores,
     )
     return replace(
         invariant,
