@@ -171,6 +171,7 @@ def mha_kernel(
     VALUE_PAD: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    HOIST: tl.constexpr,
 ):
     """out [T, N, VALUE] and lse [T, N]; the grid is (blocks of BM rows, N).
 
@@ -203,7 +204,7 @@ def mha_kernel(
     scale2 = scale * _LOG2_E
     lane = tl.arange(0, BN)
     starts_at = starts + block * most_tiles
-    for step in range(uniform(tl.load(counts + block))):
+    for step in tl.range(uniform(tl.load(counts + block)), disable_licm=not HOIST):
         start = uniform(tl.load(starts_at + step))
         key = start + lane
         if SELECTED:

@@ -46,7 +46,7 @@ TILES: dict[int, dict[tuple[int, int], tuple[Tile, Tile]]] = {
     },
     90: {
         _NARROW: (Tile(16, 64, 4, 2), Tile(128, 64, 8, 2)),
-        _WIDE: (Tile(16, 64, 4, 2), Tile(128, 64, 8, 2)),
+        _WIDE: (Tile(16, 64, 4, 2), Tile(128, 64, 8, 2, hoist=False)),
     },
     100: {
         _NARROW: (Tile(16, 64, 4, 2), Tile(128, 64, 8, 2)),
@@ -63,7 +63,7 @@ for more. Rows are query tokens of a head, columns keys."""
 FLOAT32_TILES: dict[int, Tile] = {
     0: Tile(16, 64, 4, 1),
     **{arch: Tile(16, 32, 16, 1) for arch in (80, 89, 90, 100)},
-    120: Tile(16, 32, 8, 1),
+    120: Tile(16, 32, 8, 1, hoist=False),
 }
 """float32 products are exact and leave the matrix units out."""
 
@@ -144,6 +144,7 @@ def attend(
         **compiled,
         BM=tile.rows,
         BN=tile.columns,
+        HOIST=tile.hoist,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -207,6 +208,7 @@ def form(op: str, selected: bool, dtype: str, tile: Tile, nope: int, value: int)
         **sizes(nope, 64, value),
         "BM": tile.rows,
         "BN": tile.columns,
+        "HOIST": tile.hoist,
     }
     return variant(
         f"{op} {nope}+64/{value} BM{tile.rows} BN{tile.columns} w{tile.num_warps}"

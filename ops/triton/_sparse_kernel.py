@@ -95,6 +95,7 @@ def sparse_kernel(
     BLOCK_SIZE: tl.constexpr,
     BH: tl.constexpr,
     BN: tl.constexpr,
+    HOIST: tl.constexpr,
 ):
     """out [splits, T, N, LATENT] and lse [splits, T, N], natural log, of the lanes of each split.
 
@@ -136,7 +137,7 @@ def sparse_kernel(
     top = tl.full((BH,), _NO_KEY, tl.float32)
     total = tl.zeros((BH,), tl.float32)
     acc = tl.zeros((BH, LATENT_PAD), tl.float32)
-    for start in range(first, uniform(used), BN):
+    for start in tl.range(first, uniform(used), BN, disable_licm=not HOIST):
         lane = start + tl.arange(0, BN)
         position = tl.load(lane_at + lane, mask=lane < used, other=-1)
         offset, pe_offset, valid = key_offsets(

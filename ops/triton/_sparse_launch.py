@@ -21,7 +21,7 @@ TILES: dict[int, dict[int, Tile]] = {
     0: {16: Tile(16, 64, 4, 1)},
     80: {16: Tile(16, 64, 8, 2), 32: Tile(32, 32, 8, 2)},
     89: {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 8, 2)},
-    90: {16: Tile(16, 64, 8, 2), 32: Tile(32, 32, 8, 2), 64: Tile(64, 32, 8, 3)},
+    90: {16: Tile(16, 64, 8, 2), 32: Tile(32, 32, 8, 2), 64: Tile(64, 32, 8, 3, hoist=False)},
     100: {16: Tile(16, 64, 8, 2), 32: Tile(32, 32, 8, 2), 64: Tile(64, 32, 8, 2)},
     120: {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 8, 2)},
 }
@@ -163,6 +163,7 @@ def attend(
         BLOCK_SIZE=0 if pages is None else pages.block_size,
         BH=tile.rows,
         BN=tile.columns,
+        HOIST=tile.hoist,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -239,6 +240,7 @@ def _variant(tile: Tile, op: str, dtype: str, result: str, block_size: int) -> V
         "BLOCK_SIZE": block_size,
         "BH": tile.rows,
         "BN": tile.columns,
+        "HOIST": tile.hoist,
     }
     return variant(
         f"{op} BH{tile.rows} BN{tile.columns} w{tile.num_warps} s{tile.num_stages} {dtype}"

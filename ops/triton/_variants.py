@@ -16,12 +16,16 @@ class Tile:
     rows: queries or heads of one program.
     columns: keys, or values of a row, of one step of its loop.
     num_warps, num_stages: as Triton takes them.
+    hoist: whether what all steps of the loop have in common may be computed before it. That saves
+        instructions and takes registers: the assembler of Triton 3.9 keeps each descriptor of a
+        matrix in one of its own there, and the largest tiles of sm_90 spill.
     """
 
     rows: int
     columns: int
     num_warps: int
     num_stages: int
+    hoist: bool = True
 
 
 @dataclass(frozen=True)
