@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
+from ._kernel_snapshot import Part, SnapshotError, read
 from .ops import routing
 
 app = typer.Typer(
@@ -115,11 +116,28 @@ def kernels(
         int | None, typer.Option(min=1, help="Processes that compile; one a core by default.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print records, not a table.")] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            help="Compare with this snapshot and fail on a difference.", exists=True, dir_okay=False
+        ),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a snapshot of what was compiled; other lines of the file stay.",
+            dir_okay=False,
+        ),
+    ] = None,
 ) -> None:
     """Compile every Triton kernel for each architecture and print what it became; needs no GPU.
 
     Registers, spilled bytes, shared and tensor memory, matrix instruction, and how far the kernel
     has been checked. Ends with status 1 if a kernel breaks a limit of its architecture.
+
+    With --against, also if a kernel has another matrix instruction than in the snapshot, if one is
+    new or gone, or, on the snapshot's release of Triton, if registers or memory moved by more than
+    a tolerance. Only what is compiled is compared.
     """
     # It would turn kernels into ones that cannot be compiled, once Triton is imported.
     os.environ.pop("TRITON_INTERPRET", None)
@@ -135,9 +153,13 @@ def kernels(
     if unknown:
         known = ", ".join(str(each) for each in _kernels.ARCHITECTURES)
         raise typer.BadParameter(f"--arch accepts {known}, got {unknown[0]}")
-    archs = sorted(set(arch)) if arch else _kernels.ARCHITECTURES
-    within = _kernels.run(archs, only, jobs or os.cpu_count() or 1, as_json)
-    raise typer.Exit(0 if within else 1)
+    part = Part(sorted(set(arch)) if arch else _kernels.ARCHITECTURES, only)
+    try:
+        expected = None if against is None else read(against)
+        good = _kernels.run(part, jobs or os.cpu_count() or 1, as_json, expected, record)
+    except SnapshotError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(0 if good else 1)
 
 
 @app.command()

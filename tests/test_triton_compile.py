@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 
-from dsafx.ops.libraries import installed, interpreted
+from dsafx._kernel_snapshot import read
+from dsafx.ops.libraries import installed, interpreted, version
 
 needs_triton = pytest.mark.skipif(
     not installed("triton") or interpreted(), reason="needs Triton, and not its interpreter"
@@ -113,3 +115,63 @@ def test_a_kernel_that_spills_or_does_not_compile_is_found_and_fp8_waits_for_sm_
     assert lines[0][3] == "None"
     assert lines[1][3].startswith("spills ")
     assert "arange's range must be a power of 2" in lines[2][3]
+
+
+MERGE = ("--arch", "90", "--only", "merge_attention 512")
+
+
+def compared(*arguments: str) -> tuple[int, list[str]]:
+    """The status of ``dsafx kernels`` for two kernels, and what it says of a snapshot."""
+    command = [sys.executable, "-m", "dsafx", "kernels", "--json", *MERGE, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    # The progress bar leaves an empty line behind.
+    return done.returncode, done.stderr.strip().splitlines()
+
+
+@needs_triton
+def test_the_report_is_recorded_and_a_difference_from_the_record_fails(tmp_path):
+    path = tmp_path / "kernels.txt"
+    kept = f"triton {version('triton')}\n80 - 32 0 0 merge_attention 512 bf16\n"
+    path.write_text(f"{kept}90 - 32 0 0 merge_attention 512 gone\n")
+    assert compared("--record", str(path)) == (0, [])
+    recorded = read(path)
+    assert [(each.arch, each.name) for each in recorded.entries] == [
+        (80, "merge_attention 512 bf16"),
+        (90, "merge_attention 512 bf16"),
+        (90, "merge_attention 512 fp32"),
+    ]
+    assert compared("--against", str(path)) == (0, [])
+
+    _, bf16, fp32 = recorded.entries
+    path.write_text(str(replace(recorded, entries=(replace(bf16, registers=200), fp32))))
+    assert compared("--against", str(path)) == (
+        1,
+        [
+            f"sm_90 merge_attention 512 bf16: 200 registers recorded, {bf16.registers} found;"
+            " 8 more or fewer pass",
+            "differences from the snapshot: 1; if all are meant, record what was found with"
+            " dsafx kernels --record FILE and the same --arch and --only",
+        ],
+    )
+
+
+@needs_triton
+def test_a_record_of_another_release_is_compared_by_instruction_and_not_overwritten(tmp_path):
+    path = tmp_path / "kernels.txt"
+    lines = ["80 - 1 0 0 merge", "90 - 1 0 0 merge_attention 512 bf16"]
+    lines += ["90 mma.sync 1 0 0 merge_attention 512 fp32"]
+    path.write_text("\n".join(["triton 3.0.0", *lines]))
+    status, said = compared("--against", str(path))
+    assert (status, said[:2]) == (
+        1,
+        [
+            f"recorded with Triton 3.0.0, compiled with {version('triton')}: registers and memory"
+            " are not compared",
+            "sm_90 merge_attention 512 fp32: mma.sync recorded, no matrix instruction found",
+        ],
+    )
+    status, said = compared("--record", str(path))
+    assert status == 2
+    # The message stands in a box.
+    assert "1 other kernels are recorded with Triton 3.0.0" in re.sub(r"[│\s]+", " ", "".join(said))
+    assert path.read_text().endswith("merge_attention 512 fp32")
