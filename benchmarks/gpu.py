@@ -58,7 +58,7 @@ def main(
     plot: Annotated[Path | None, typer.Option(help="Draw the results here.")] = None,
 ) -> None:
     """Check the kernels on this GPU, measure them, print tables, and write what was asked for."""
-    console = Console()
+    console = Console(markup=False)
     if not dry_run and not torch.cuda.is_available():
         console.print(NO_GPU)
         raise typer.Exit(2)

@@ -70,7 +70,7 @@ def main(
         torch.set_num_threads(threads)
     rules = QUICK if quick else Rules()
     lengths = _QUICK_LENGTHS if quick else LENGTHS
-    console = Console()
+    console = Console(markup=False)
     subjects = subject or list(Subject)
     try:
         known = steady_rows(json, subjects, rules, quick) if resume and json is not None else {}

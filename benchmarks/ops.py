@@ -49,7 +49,7 @@ def main(
     if threads is not None:
         torch.set_num_threads(threads)
     rules = QUICK if quick else Rules()
-    console = Console()
+    console = Console(markup=False)
     results: list[Result] = []
     for chosen_family in family or list(Family):
         for chosen_dtype in dtype or [DType.FLOAT32]:

@@ -172,7 +172,7 @@ def main(
 ) -> None:
     """Measure what the passes cost at compile time, and print a table of ratios."""
     rules = QUICK if quick else Rules()
-    console = Console()
+    console = Console(markup=False)
     results: list[Result] = []
     for case in only or list(CaseName):
         console.print(f"{case.value} start, {layers} layers")

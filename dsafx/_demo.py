@@ -119,11 +119,11 @@ def _run_family(
     for run in runs:
         if run.decisions and not run.compiles:
             console.print(f"\n[bold]What each layer decided[/] ({run.way})")
-            console.print(*tables.routes(run, schedule), sep="\n")
+            console.print(*tables.routes(run, schedule), sep="\n", markup=False)
     for run in runs:
         if run.reports:
             console.print(f"\n[bold]What the passes rewrote[/] ({run.prompt_length} tokens)")
-            console.print(*tables.rewrites(run), sep="\n")
+            console.print(*tables.rewrites(run), sep="\n", markup=False)
     console.print(tables.measurements(runs))
     uncompiled = [run.prompt_length for run in runs if run.compiles and run.decisions]
     for length in uncompiled:

@@ -160,7 +160,7 @@ def _print(found: Sequence[Compiled]) -> None:
         )
     # A file or a pipe gets whole lines.
     width = None if os.isatty(1) else 200
-    console = Console(width=width)
+    console = Console(width=width, markup=False)
     console.print(table)
     failed = sum(line.failure is not None for line in found)
     console.print(f"{len(found)} compiled, {failed} of them fail")

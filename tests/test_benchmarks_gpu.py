@@ -11,6 +11,7 @@ import torch
 from _benchmarks import load
 
 from dsafx import ops
+from dsafx.ops.libraries import how_to_install, installed
 
 pytest.importorskip("rich")
 typer = pytest.importorskip("typer")
@@ -71,6 +72,8 @@ def test_a_dry_run_writes_json_table_and_plot_and_says_what_it_is(tmp_path):
     assert result.exit_code == 0, result.output
     assert result.output.startswith(machines.DRY_RUN)
     assert "than" in result.output
+    if not installed("flashinfer"):
+        assert how_to_install("flashinfer") in result.output
     assert drawn.stat().st_size > 1000
     document = json.loads(written.read_text())
     assert document["dry_run"] is True
