@@ -8,7 +8,7 @@ import torch
 from _reference import int32
 from torch import Tensor
 
-from dsafx import ops
+from dsafx import ops, routing
 from dsafx.ops.cache_layouts import new_index_cache, new_mla_cache
 from dsafx.ops.index_cache import index_cache_write
 from dsafx.ops.mla_cache import mla_cache_write
@@ -108,3 +108,9 @@ def some_selection(at: Pages) -> Tensor:
     """[T, K] int32, up to K of the tokens that each row sees."""
     scores = torch.randn(at.lens.shape[0], int(at.lens.max()))
     return ops.select_topk(scores, torch.zeros_like(at.lens), at.lens, TOPK)
+
+
+def spec(mode: str) -> str:
+    """Of a layer that can do all, in this mode."""
+    layer = routing.LayerCapabilities(dense_mha=True, masked_mha=True)
+    return routing.encode_spec(layer, routing.RouteConfig(mode=mode))

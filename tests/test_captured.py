@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from _capture import HostRead, Recorder, as_on_a_device
+from _captured_layer import (
+    DECODE,
+    LONG,
+    NOWHERE,
+    ROWS,
+    SHORT,
+    STEPS,
+    VARIANTS,
+    batch,
+    captured_layer,
+    layer_step,
+    new_caches,
+    spec_of,
+)
 from _inside import Inside
 from _packed_layer import CAPACITY, build
 from _tiny import TOPK
@@ -17,97 +29,8 @@ from torch import Tensor
 
 from dsafx import ops
 from dsafx.models import DSAAttention, record_decisions
-from dsafx.models._cuda_graphs import CUDAGraphs
-from dsafx.models.captured import EAGER, CapturedStep, CapturedVariant, Outputs, RowInput
-from dsafx.ops import providers, routing
-
-DECODE = CapturedVariant("decode", tokens=4, capture_bound=CAPACITY, max_query_len=1)
-SHORT = CapturedVariant("short", tokens=TOPK, capture_bound=TOPK)
-LONG = CapturedVariant("long", tokens=32, capture_bound=CAPACITY)
-VARIANTS = (DECODE, SHORT, LONG)
-
-# The layer writes every row, those of padding to this row of the caches, which nobody sees.
-NOWHERE = CAPACITY
-ROWS = {
-    "hidden_states": RowInput((64,), torch.float32),
-    "cos": RowInput((4,), torch.float32),
-    "sin": RowInput((4,), torch.float32),
-    "ks": RowInput((), torch.int32),
-    "ke": RowInput((), torch.int32),
-    "write_positions": RowInput((), torch.int64, padding=NOWHERE),
-}
-
-# Requests of two prompts, which fill the cache from row 0 and from row 40: the first cache row, the
-# cached tokens and the new ones. A step is the variant that serves it, and its requests.
-STEPS = (
-    ("short", [(0, 0, 10)]),
-    ("short", [(40, 0, 12)]),
-    ("long", [(0, 10, 22), (40, 12, 8)]),
-    ("decode", [(0, 32, 1), (40, 20, 1)]),
-    ("long", [(0, 33, 5)]),
-    ("decode", [(40, 21, 1)]),
-)
-
-
-def new_caches() -> dict[str, Tensor]:
-    widths = {"kv_c_cache": 32, "k_pe_cache": 8, "index_k_cache": 16}
-    return {name: torch.full((CAPACITY + 1, width), float("nan")) for name, width in widths.items()}
-
-
-def batch(*requests: tuple[int, int, int]) -> tuple[dict[str, Tensor], int, int]:
-    """The inputs and facts of a step; the tokens of a request are a function of their place."""
-    hidden = torch.randn(CAPACITY, 64, generator=torch.Generator().manual_seed(7))
-    angles = torch.arange(CAPACITY * 4).view(CAPACITY, 4) * 0.1
-    places = [torch.arange(first + old, first + old + new) for first, old, new in requests]
-    firsts = [torch.full((new,), first) for first, _, new in requests]
-    at, first = torch.cat(places), torch.cat(firsts)
-    rows = {
-        "hidden_states": hidden[at],
-        "cos": angles[at - first].cos(),
-        "sin": angles[at - first].sin(),
-        "ks": first.int(),
-        "ke": (at + 1).int(),
-        "write_positions": at,
-    }
-    return rows, max(old + new for _, old, new in requests), max(new for _, _, new in requests)
-
-
-def layer_step(layer: DSAAttention, caches: dict[str, Tensor]):
-    def step(rows: Mapping[str, Tensor], facts: routing.BatchFacts) -> Outputs:
-        return layer(
-            rows["hidden_states"],
-            rows["cos"],
-            rows["sin"],
-            rows["ks"],
-            rows["ke"],
-            facts.max_kv_len,
-            facts.max_query_len,
-            **caches,
-            write_positions=rows["write_positions"],
-        )
-
-    return step
-
-
-def spec_of(layer: DSAAttention) -> routing.RouteSpec:
-    kernels = providers.kernel_capabilities("cpu")
-    return layer.config.route_spec(layer.routing.capabilities, kernels, layer.routing.route)
-
-
-def captured_layer(
-    layer: DSAAttention, caches: dict[str, Tensor], variants=VARIANTS, strict: bool = False
-) -> tuple[CapturedStep, Recorder]:
-    recorder = Recorder(strict)
-    step = CapturedStep(
-        layer_step(layer, caches),
-        variants,
-        ROWS,
-        spec_of(layer),
-        "cpu",
-        other_consumers=layer.config.is_followed(layer.layer_idx),
-        capture=recorder,
-    )
-    return step, recorder
+from dsafx.models.captured import EAGER, CapturedStep, CapturedVariant, RowInput
+from dsafx.ops import routing
 
 
 def assert_equals_eager(layer: DSAAttention, captured: CapturedStep, caches: dict[str, Tensor]):
@@ -362,61 +285,3 @@ def test_arguments_that_cannot_be_captured_are_named():
                 lambda rows, facts, returned=returned: returned,
                 (SHORT,), ROWS, spec, "cpu", capture=Recorder(),
             )  # fmt: skip
-
-
-def test_a_provider_that_reads_the_device_is_not_captured_in_a_cuda_graph():
-    with (
-        ops.use_provider("reference"),
-        pytest.raises(NotImplementedError, match="the provider reference reads values"),
-    ):
-        CUDAGraphs(torch.device("cuda"))(lambda: torch.ones(1))
-
-
-def test_cuda_graphs_warm_up_beside_the_recording_and_share_one_pool(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    events: list[object] = []
-
-    class Stream:
-        def wait_stream(self, other: object) -> None:
-            events.append("wait")
-
-    class Graph:
-        def pool(self) -> str:
-            return "pool"
-
-        def replay(self) -> None:
-            events.append("replay")
-
-    @contextlib.contextmanager
-    def inside(name: str, *args: object, pool: object = None):
-        events.append((name, pool))
-        yield
-        events.append(f"end of {name}")
-
-    def run() -> Tensor:
-        events.append("run")
-        return torch.ones(1)
-
-    safe = next(each for each in providers.PROVIDERS if each.name == "triton")
-    monkeypatch.setattr(providers, "dispatch", lambda device_type: safe)
-    for name, value in (
-        ("device", lambda device: contextlib.nullcontext()),
-        ("current_stream", Stream),
-        ("Stream", Stream),
-        ("stream", lambda stream: inside("stream")),
-        ("CUDAGraph", Graph),
-        ("graph", lambda graph, pool: inside("graph", pool=pool)),
-    ):
-        monkeypatch.setattr(torch.cuda, name, value)
-    capture = CUDAGraphs(torch.device("cuda"))
-    for pool in (None, "pool"):
-        events.clear()
-        replay, outputs = capture(run)
-        assert events == [
-            "wait", ("stream", None), "run", "end of stream", "wait",
-            ("graph", pool), "run", "end of graph",
-        ]  # fmt: skip
-        assert isinstance(outputs, Tensor)
-        replay()
-        assert events[-1] == "replay"
