@@ -84,16 +84,20 @@ def test_the_computed_peak_of_transformers_is_that_of_its_largest_tensors():
     assert deepseek.peer_bytes(real[deepseek.family], torch.float32) == probabilities + expanded
 
 
-def test_a_quick_run_writes_a_table_json_and_a_plot(tmp_path):
+def invoke(*options):
     from typer.testing import CliRunner
 
     app = typer.Typer()
     app.command()(command.main)
+    return CliRunner().invoke(app, options)
+
+
+def test_a_quick_run_writes_a_table_json_and_a_plot(tmp_path):
     document, plot = tmp_path / "result.json", tmp_path / "result.png"
     options = ["--quick", "--family", "glm", "--scope", "layer", "--json", str(document)]
     options += ["--plot", str(plot), "--subject", "eager", "--subject", "enable"]
-    result = CliRunner().invoke(app, options, catch_exceptions=False)
-    assert result.exit_code == 0
+    result = invoke(*options)
+    assert result.exit_code == 0, result.output
     assert "GLM-5.2, layer decode 80, float32" in result.output
     assert "largest difference to transformers" in result.output
     written = json.loads(document.read_text())
@@ -103,19 +107,13 @@ def test_a_quick_run_writes_a_table_json_and_a_plot(tmp_path):
     assert plot.stat().st_size > 10_000
 
 
-def test_a_run_that_is_taken_up_again_measures_what_is_missing_or_was_discarded(
-    tmp_path,
-):
-    from typer.testing import CliRunner
-
-    app = typer.Typer()
-    app.command()(command.main)
+def test_a_run_that_is_taken_up_again_measures_what_is_missing_or_was_discarded(tmp_path):
     path = tmp_path / "result.json"
     options = ["--quick", "--family", "glm", "--scope", "layer", "--phase", "prefill"]
     options += ["--subject", "enable", "--json", str(path)]
 
     def output_of(*more):
-        return CliRunner().invoke(app, [*options, *more]).output
+        return invoke(*options, *more).output
 
     def results():
         return json.loads(path.read_text())["results"]
@@ -135,7 +133,7 @@ def test_a_run_that_is_taken_up_again_measures_what_is_missing_or_was_discarded(
     assert {row["status"] for row in results()} == {"measured"}
     path.write_text(json.dumps(written | {"quick": False}))
     assert "holds results of quick False, this is True" in " ".join(output_of("--resume").split())
-    assert "needs --json" in CliRunner().invoke(app, ["--resume"]).output
+    assert "needs --json" in invoke("--resume").output
 
 
 def test_a_run_without_transformers_says_that_nothing_was_compared():

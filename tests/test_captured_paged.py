@@ -23,6 +23,7 @@ from _pages import (
     index_inputs,
     mla_inputs,
     pages,
+    spec,
 )
 from torch import Tensor
 
@@ -118,8 +119,8 @@ class Requests:
         recorder = Recorder(strict)
         kernels = providers.kernel_capabilities("cpu")
         sizes = TOPK, HEADS, NOPE, ROPE, VALUE, LATENT
-        spec = routing.RouteSpec(LAYER, kernels, self.config, *sizes)
-        step = CapturedStep(self.step, [variant], ROWS, spec, "cpu", capture=recorder)
+        route = routing.RouteSpec(LAYER, kernels, self.config, *sizes)
+        step = CapturedStep(self.step, [variant], ROWS, route, "cpu", capture=recorder)
         return step, recorder
 
     def exact(self, selected: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ class Requests:
                 self.new,
                 TOPK,
                 SCALE,
-                routing.encode_spec(LAYER, routing.RouteConfig(mode="sparse")),
+                spec("sparse"),
             )
         return out
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from _index_operands import by, gaussian, whole_numbers
 from _inside import Inside
 from _reference import causal_intervals, int32, scores_by_hand
 from hypothesis import given, settings
@@ -23,26 +24,9 @@ NAN = float("nan")
 NEGATIVE_NAN = struct.unpack("f", struct.pack("I", 0xFFC00001))[0]
 
 
-def whole_numbers(tokens: int, keys: int, heads: int = 8, dim: int = 16, dtype=torch.float32):
-    """Indexer operands whose scores are small whole numbers: exact in any order, rich in ties."""
-    q = torch.randint(-2, 3, (tokens, heads, dim)).to(dtype)
-    k = torch.randint(-2, 3, (keys, dim)).to(dtype)
-    return q, k, torch.randint(-2, 3, (tokens, heads)).float()
-
-
-def gaussian(tokens: int, keys: int, heads: int = 8, dim: int = 16, dtype=torch.float32):
-    q, k = torch.randn(tokens, heads, dim).to(dtype), torch.randn(keys, dim).to(dtype)
-    return q, k, torch.randn(tokens, heads) * heads**-0.5 * dim**-0.5
-
-
-def by_provider(name, op, *args):
-    with ops.use_provider(name):
-        return op(*args)
-
-
 def assert_same(op, *args):
     """The kernel answers what the reference answers."""
-    found, expected = by_provider("cpu", op, *args), by_provider("reference", op, *args)
+    found, expected = by("cpu", op, *args), by("reference", op, *args)
     assert found.dtype == expected.dtype
     assert found.tolist() == expected.tolist()
 
@@ -113,9 +97,7 @@ def test_real_scores_give_the_highest_keys_but_for_rounding_at_the_threshold():
     q, k, weights = gaussian(210, 210, 16, 64)
     scores = scores_by_hand(q, k, weights)
     for batch_invariant in (False, True):
-        chosen = by_provider(
-            "cpu", ops.index_select, q, k, weights, ks, ke, 150, 24, None, batch_invariant
-        )
+        chosen = by("cpu", ops.index_select, q, k, weights, ks, ke, 150, 24, None, batch_invariant)
         ops.check_indices(chosen, ks, ke, 24)
         for row in (ke - ks > 24).nonzero()[:, 0].tolist():
             visible = scores[row, int(ks[row]) : int(ke[row])]
@@ -146,9 +128,9 @@ def test_a_step_without_tokens_or_keys_selects_nothing(tokens, keys, masked, bat
     none = torch.zeros(tokens, dtype=torch.int32)
     mask = torch.ones(tokens, keys, dtype=torch.bool) if masked else None
     args = q, k, weights, none, none, keys, 4, mask, batch_invariant
-    assert by_provider("cpu", ops.index_select, *args).tolist() == [[-1] * 4] * tokens
+    assert by("cpu", ops.index_select, *args).tolist() == [[-1] * 4] * tokens
     scores = torch.zeros(tokens, keys)
-    chosen = by_provider("cpu", ops.select_topk, scores, none, none, 4, mask)
+    chosen = by("cpu", ops.select_topk, scores, none, none, 4, mask)
     assert chosen.tolist() == [[-1] * 4] * tokens
 
 
@@ -160,7 +142,7 @@ def test_keys_beyond_sixteen_bits_are_found(batch_invariant):
     q, weights = torch.ones(2, 1, 4), torch.ones(2, 1)
     ks, ke = int32(0, 5), int32(keys, keys)
     args = q, k, weights, ks, ke, keys
-    three = by_provider("cpu", ops.index_select, *args, 3, None, batch_invariant)
+    three = by("cpu", ops.index_select, *args, 3, None, batch_invariant)
     assert three.tolist() == [[10, 70_000, 131_068], [5, 69_995, 131_063]]
     assert_same(ops.index_select, *args, 2048, None, batch_invariant)
 
@@ -216,7 +198,7 @@ def test_any_intervals_and_scores_select_as_the_reference(data):
 def test_a_row_of_ties_gives_its_lowest_positions_among_rows_without_ties():
     scores = torch.stack([torch.zeros(300), torch.arange(300.0), torch.arange(300.0).fmod(7)])
     ks, ke = int32(0, 0, 0), int32(300, 300, 300)
-    chosen = by_provider("cpu", ops.select_topk, scores, ks, ke, 50)
+    chosen = by("cpu", ops.select_topk, scores, ks, ke, 50)
     assert chosen[0].tolist() == list(range(50))
     assert chosen[1].tolist() == list(range(250, 300))
     best, second = list(range(6, 300, 7)), list(range(5, 300, 7))
@@ -225,12 +207,10 @@ def test_a_row_of_ties_gives_its_lowest_positions_among_rows_without_ties():
 
 def test_signed_zeros_are_equal_and_nan_beats_what_is_hidden():
     scores = torch.tensor([[-0.0, 0.0, -0.0, 0.0, 1.0, -1.0]])
-    assert by_provider("cpu", ops.select_topk, scores, int32(0), int32(6), 3).tolist() == [
-        [0, 1, 4]
-    ]
+    assert by("cpu", ops.select_topk, scores, int32(0), int32(6), 3).tolist() == [[0, 1, 4]]
     scores = torch.tensor([[5.0, NEGATIVE_NAN, -INF, NAN, 1.0, NAN]])
     mask = torch.tensor([[False, True, True, True, True, True]])
-    selected = by_provider("cpu", ops.select_topk, scores, int32(0), int32(6), 3, mask)
+    selected = by("cpu", ops.select_topk, scores, int32(0), int32(6), 3, mask)
     assert selected.tolist() == [[1, 2, 4]]
 
 
@@ -240,7 +220,7 @@ def test_a_key_of_another_request_never_matters_and_a_visible_nan_ranks_last():
     k[:40] = NAN
     k[60] = NAN
     assert_same(ops.index_select, q, k, weights, ks, ke, 40, 8)
-    chosen = by_provider("cpu", ops.index_select, q, k, weights, ks, ke, 40, 8)
+    chosen = by("cpu", ops.index_select, q, k, weights, ks, ke, 40, 8)
     assert not (chosen[40:] == 20).logical_and((ke - ks)[40:, None] > 21).any()
 
 
@@ -249,8 +229,8 @@ def test_a_long_row_among_short_ones_is_scored_and_only_it():
     q, k, weights = whole_numbers(4, 900)
     poisoned_q = q.clone()
     poisoned_q[[0, 2]] = NAN
-    expected = by_provider("reference", ops.index_select, q, k, weights, ks, ke, 900, 16)
-    found = by_provider("cpu", ops.index_select, poisoned_q, k, weights, ks, ke, 900, 16)
+    expected = by("reference", ops.index_select, q, k, weights, ks, ke, 900, 16)
+    found = by("cpu", ops.index_select, poisoned_q, k, weights, ks, ke, 900, 16)
     assert torch.equal(found, expected)
 
 
@@ -260,7 +240,7 @@ def test_short_rows_call_no_product_and_no_sort():
     for max_kv_len in (64, 65):
         # A compiled kernel's products go past the dispatcher.
         with ops.options(compiled_kernels=False), Inside() as seen:
-            chosen = by_provider("cpu", ops.index_select, q, k, weights, ks, ke, max_kv_len, 64)
+            chosen = by("cpu", ops.index_select, q, k, weights, ks, ke, max_kv_len, 64)
         assert not {"aten::mm", "aten::bmm", "aten::topk", "aten::sort"} & seen.names
         assert torch.equal(chosen, ops.causal_positions(ks, ke, 64, 64))
 
@@ -279,7 +259,7 @@ def test_all_memory_beyond_the_result_stays_within_the_workspace(
     args = q, k, weights, ks, ke, 1536, 256, mask, batch_invariant
     limits = ops.options(workspace_bytes=budget, compiled_kernels=compiled)
     with limits, Workspace(q, k, weights, ks, ke, mask) as seen:
-        chosen = by_provider("cpu", ops.index_select, *args)
+        chosen = by("cpu", ops.index_select, *args)
         inside = _index_tiles.workspace_bytes(32) if compiled and not batch_invariant else 0
     assert inside <= budget // 8
     assert ("aten::mm" in seen.names) == (inside == 0)
@@ -292,9 +272,9 @@ def test_fifty_runs_give_the_same_bits():
     q, k, weights = gaussian(150, 210, 8, 64, torch.bfloat16)
     for batch_invariant in (False, True):
         args = q, k, weights, ks, ke, 120, 16, None, batch_invariant
-        first = by_provider("cpu", ops.index_select, *args)
+        first = by("cpu", ops.index_select, *args)
         for _ in range(50):
-            assert torch.equal(by_provider("cpu", ops.index_select, *args), first)
+            assert torch.equal(by("cpu", ops.index_select, *args), first)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(1, 32), (3, 40), (32, 128)])
@@ -308,7 +288,7 @@ def test_a_batch_invariant_row_selects_alike_alone_and_anywhere_in_any_batch(hea
         ks, ke = torch.full((len(batch),), start), torch.full((len(batch),), start + length)
         ke[:at], ke[at + 1 :] = ke[:at] - 600, ke[at + 1 :] + 60
         args = q[batch], k, weights[batch], ks.int(), ke.int(), length + 60, topk, None, True
-        return by_provider("cpu", ops.index_select, *args)[at]
+        return by("cpu", ops.index_select, *args)[at]
 
     alone = select([5], 0)
     for size in (2, 7, 64):
@@ -326,19 +306,19 @@ def test_a_selection_detaches_and_never_refuses_gradients():
     q, k, weights = (operand.requires_grad_() for operand in gaussian(30, 30))
     for batch_invariant in (False, True):
         args = q, k, weights, ks, ke, 30, 8, None, batch_invariant
-        assert not by_provider("cpu", ops.index_select, *args).requires_grad
+        assert not by("cpu", ops.index_select, *args).requires_grad
     scores = ops.index_scores(q, k, weights, ks, ke).requires_grad_()
-    assert not by_provider("cpu", ops.select_topk, scores, ks, ke, 8).requires_grad
+    assert not by("cpu", ops.select_topk, scores, ks, ke, 8).requires_grad
 
 
 def test_intervals_beyond_the_keys_and_float64_queries_are_refused_by_name():
     q, k, weights = gaussian(3, 5)
     ks, ke = int32(0, 0, 0), int32(1, 2, 6)
     with pytest.raises(ValueError, match=r"within the 5 packed keys, got \[0, 6\)"):
-        by_provider("cpu", ops.index_select, q, k, weights, ks, ke, 6, 2)
+        by("cpu", ops.index_select, q, k, weights, ks, ke, 6, 2)
     with pytest.raises(ValueError, match=r"within the 5 packed keys, got \[0, 6\)"):
-        by_provider("cpu", ops.select_topk, torch.zeros(3, 5), ks, ke, 2)
+        by("cpu", ops.select_topk, torch.zeros(3, 5), ks, ke, 2)
     with pytest.raises(ValueError, match="got 2 for a row of 5"):
-        by_provider("cpu", ops.index_select, q, k, weights, ks, ke.clamp(max=5), 2, 2)
+        by("cpu", ops.index_select, q, k, weights, ks, ke.clamp(max=5), 2, 2)
     with pytest.raises(NotImplementedError, match="float64 queries are scored in float64"):
-        by_provider("cpu", ops.index_select, q.double(), k, weights, ks, ke - 1, 5, 2)
+        by("cpu", ops.index_select, q.double(), k, weights, ks, ke - 1, 5, 2)

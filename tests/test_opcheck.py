@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from _opcheck import arrange, compiled_gradients_equal_eager, one_graph_for_lengths, opcheck_all
+from _pages import spec
 from _reference import causal_intervals
 
-from dsafx import ops, routing
+from dsafx import ops
 
 HEADS, NOPE, ROPE, LATENT, VALUE, TOPK = 3, 7, 4, 12, 13, 2
 SCALE = (NOPE + ROPE) ** -0.5
-LAYER = routing.LayerCapabilities(dense_mha=True, masked_mha=True)
 CASES = [
     pytest.param(0, "contiguous", torch.float32, id="no-token"),
     pytest.param(1, "sliced", torch.bfloat16, id="one-token-sliced-bf16"),
@@ -19,10 +19,6 @@ CASES = [
     pytest.param(5, "sliced", torch.float32, id="sliced"),
     pytest.param(5, "transposed", torch.float32, id="transposed"),
 ]
-
-
-def spec(mode: str = "auto") -> str:
-    return routing.encode_spec(LAYER, routing.RouteConfig(mode=mode))
 
 
 def operands(op: str, tokens: int, layout: str, dtype: torch.dtype):
@@ -78,7 +74,7 @@ def operands(op: str, tokens: int, layout: str, dtype: torch.dtype):
         "mla_attention": [
             (*mla, indices, *routed, TOPK, SCALE, spec("masked" if tokens else "auto")),
             (*mla, indices, *routed, TOPK, SCALE, spec("sparse"), True, True, False, None, True),
-            (*mla, None, *routed, 9, SCALE, spec()),
+            (*mla, None, *routed, 9, SCALE, spec("auto")),
         ],
     }[op]
 
